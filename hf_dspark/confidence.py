@@ -1,0 +1,23 @@
+"""From confidence logits to survival and to how many drafts are verified. Pure functions."""
+
+import torch
+
+
+def conditional(confidence_logits: torch.Tensor, temperatures: list[float] | None = None) -> torch.Tensor:
+    """c_k = σ(logit_k / T_k), the conditional acceptance probability of each slot.
+
+    Shapes: [..., γ] in and out, float32. `temperatures` are the γ STS temperatures; `None` means T_k = 1.
+    """
+    if temperatures is not None:
+        confidence_logits = confidence_logits / confidence_logits.new_tensor(temperatures)
+    return confidence_logits.sigmoid()
+
+
+def survival(c: torch.Tensor) -> torch.Tensor:
+    """a_j = c_1 · … · c_j, the probability that the first j drafts all pass. Shapes: [..., γ] in and out."""
+    return c.cumprod(dim=-1)
+
+
+def truncate(c: torch.Tensor, threshold: float) -> int:
+    """ℓ: the drafts before the first slot with c_k < `threshold`; c is [γ]. Threshold 0 keeps the whole block."""
+    return int((c >= threshold).long().cumprod(dim=-1).sum())

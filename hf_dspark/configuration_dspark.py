@@ -1,0 +1,175 @@
+"""`DSparkConfig`: the only vocabulary the package uses for a draft, whatever its checkpoint called things.
+
+`formats/` translates foreign `config.json` files into these fields; everything else reads only this class.
+"""
+
+import math
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+
+
+@strict
+class DSparkConfig(PreTrainedConfig):
+    """Configuration of a DSpark (or DFlash) draft.
+
+    > Backbone
+
+    Args:
+        vocab_size (`int`): rows of the target's vocabulary V, padding rows included.
+        hidden_size (`int`): width H of the draft.
+        intermediate_size (`int`): width of the MLP.
+        num_hidden_layers (`int`): draft layers.
+        num_attention_heads (`int`), num_key_value_heads (`int`), head_dim (`int`): attention shape; `head_dim` is read
+            from the file, never derived.
+        hidden_act (`str`): activation of the MLP.
+        rms_norm_eps (`float`): epsilon of every RMS norm.
+        max_position_embeddings (`int`): positions the draft was configured for.
+        rope_parameters (`dict`): rotary parameters in transformers' form, one flat dict.
+        attention_bias (`bool`): biases on q, k, v and o projections.
+        attention_scale (`float`, *optional*): softmax scale; `None` means `head_dim ** -0.5`.
+        value_from_key (`bool`): values are the key projection before norm and rotary (Gemma4 `attention_k_eq_v`).
+        value_norm (`bool`): values pass an RMS norm without weight (Gemma4).
+        sandwich_norms (`bool`): norms after attention and around the MLP, and a scalar on each layer's output (Gemma4).
+        embedding_scale (`float`): factor on the draft's *own* embeddings (Gemma4: sqrt(H)). A shared embedding module
+            already applies its family's factor.
+        final_logit_softcapping (`float`, *optional*): cap on the base logits, applied before the Markov bias.
+
+    > Target side
+
+        target_hidden_size (`int`): width of one tapped hidden state.
+        target_layer_ids (`list[int]`): taps; id i means `hidden_states[i + 1]`, -1 the embedding output.
+        num_target_layers (`int`, *optional*): depth of the target as the file states it; informative only.
+        mask_token_id (`int`): row of the embedding that stands for an undecided slot.
+        has_embed_tokens, has_lm_head (`bool`): whether the checkpoint stores them; otherwise the target's are shared.
+
+    > Block and heads
+
+        block_size (`int`): slots as stored in the file.
+        sample_from_anchor (`bool`): `True`, all slots are read and γ = `block_size` (anchor-first); `False`, slot 0 is
+            not read and γ = `block_size - 1` (1+N).
+        markov_rank (`int`): rank r of the Markov pair; 0 means no Markov head (DFlash).
+        markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
+        enable_confidence_head (`bool`), confidence_head_with_markov (`bool`), confidence_head_bias (`bool`).
+        confidence_temperatures (`list[float]`, *optional*): γ positive STS temperatures T_k.
+
+    > Origin
+
+        source_format (`str`): the family the file was read as.
+        resolution (`dict`): what was decided for the user, and why.
+        foreign (`dict`): the file's own keys, kept so that saving gives them back.
+
+    Raises:
+        ValueError: for values that cannot work together; the message names the value and the fix.
+    """
+
+    model_type = "dspark"
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40960
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_scale: float | None = None
+    value_from_key: bool = False
+    value_norm: bool = False
+    sandwich_norms: bool = False
+    embedding_scale: float = 1.0
+    final_logit_softcapping: float | None = None
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    target_hidden_size: int = 4096
+    target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)
+    num_target_layers: int | None = None
+    mask_token_id: int = 151669
+    has_embed_tokens: bool = False
+    has_lm_head: bool = False
+
+    block_size: int = 7
+    sample_from_anchor: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    confidence_head_bias: bool = True
+    confidence_temperatures: list[float] | None = None
+
+    source_format: str = "dspark"
+    resolution: dict[str, Any] | None = None
+    foreign: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs):
+        self.resolution = dict(self.resolution or {})
+        self.target_layer_ids = list(self.target_layer_ids)
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__post_init__(**kwargs)
+        self._check_block()
+        self._check_taps()
+        self._check_heads()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """γ, the drafts proposed each round."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def context_size(self) -> int:
+        """Width of the concatenated taps, `n_taps * target_hidden_size`."""
+        return len(self.target_layer_ids) * self.target_hidden_size
+
+    def _check_block(self):
+        if self.num_draft_tokens < 1:
+            layout = "anchor-first" if self.sample_from_anchor else "1+N"
+            raise ValueError(
+                f"`block_size` {self.block_size} leaves no draft in the {layout} layout. "
+                "Give the number of slots the draft was trained with."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` {self.mask_token_id} is not a row of the vocabulary ({self.vocab_size} rows). "
+                "Set it to the id the draft was trained with."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` {self.num_attention_heads} is not a multiple of "
+                f"`num_key_value_heads` {self.num_key_value_heads}."
+            )
+
+    def _check_taps(self):
+        ids = self.target_layer_ids
+        if not ids or any(i < -1 for i in ids) or len(set(ids)) != len(ids):
+            raise ValueError(
+                f"`target_layer_ids` {ids} must be distinct layer numbers from -1 (embeddings) up to the target's depth."
+            )
+
+    def _check_heads(self):
+        if self.markov_rank < 0:
+            raise ValueError(f"`markov_rank` must be >= 0, got {self.markov_rank}. Use 0 for a draft without Markov head.")
+        if self.markov_rank and self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(
+                f"`markov_head_type` {self.markov_head_type!r} is unknown; known: {', '.join(MARKOV_HEAD_TYPES)}."
+            )
+        if self.enable_confidence_head and self.confidence_head_with_markov and not self.markov_rank:
+            raise ValueError(
+                "`confidence_head_with_markov` needs a Markov head, but `markov_rank` is 0. "
+                "Set `confidence_head_with_markov=False`."
+            )
+        temperatures = self.confidence_temperatures
+        if temperatures is not None:
+            bad = len(temperatures) != self.num_draft_tokens or any(not (t > 0 and math.isfinite(t)) for t in temperatures)
+            if bad:
+                raise ValueError(
+                    f"`confidence_temperatures` must be {self.num_draft_tokens} positive numbers, got {temperatures}."
+                )

@@ -1,0 +1,370 @@
+"""The DSpark draft: a DFlash backbone that denoises a whole block at once, with Markov and confidence heads on top.
+
+One config-driven class covers Qwen3-style and Gemma4-style blocks. Parameter names are DeepSpec's, so its checkpoints need
+no renaming. The life of a draft within a round: `append_context` stores keys and values of newly committed tokens,
+`forward` runs a block over them, `propose` adds the sequential walk.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .configuration_dspark import DSparkConfig
+from .context import DraftContext
+from .heads import MARKOV_HEADS, ConfidenceHead
+from .target import TargetVocabulary, share_vocabulary
+
+if TYPE_CHECKING:
+    from .proposal import DraftBlock
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """Rotate x [B, n, heads, head_dim] by cos and sin [B or 1, n, head_dim]."""
+    cos, sin = rope[0].unsqueeze(2), rope[1].unsqueeze(2)
+    return x * cos + rotate_half(x) * sin
+
+
+class DSparkAttention(nn.Module):
+    """Attention of a block over the context and over itself, both ways."""
+
+    is_causal = False
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        if not config.value_from_key:
+            self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def key_value_projections(self) -> list[nn.Linear]:
+        return [self.k_proj] if self.config.value_from_key else [self.k_proj, self.v_proj]
+
+    def keys_values(self, projected: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output of the key and value projections [B, n, ·] -> keys, values [B, kv_heads, n, head_dim]."""
+        heads = projected.unflatten(-1, (-1, self.config.num_key_value_heads, self.head_dim))
+        keys, values = heads[..., 0, :, :], heads[..., -1, :, :]
+        if self.config.value_norm:
+            values = F.rms_norm(values, (self.head_dim,), eps=self.config.rms_norm_eps)
+        return apply_rope(self.k_norm(keys), rope).transpose(1, 2), values.transpose(1, 2)
+
+    def forward(self, hidden: torch.Tensor, rope: Rope, context: DraftContext) -> torch.Tensor:
+        """`hidden` [B, n, H] -> [B, n, H]; the block's own keys and values are only scratch in `context`."""
+        queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
+        queries = apply_rope(queries, rope).transpose(1, 2)
+        projected = torch.cat([projection(hidden) for projection in self.key_value_projections()], dim=-1)
+        keys, values = context.with_block(self.layer_idx, *self.keys_values(projected, rope))
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, _ = attention(self, queries, keys, values, None, dropout=0.0, scaling=self.scaling)
+        return self.o_proj(output.flatten(2))
+
+
+class DSparkMLP(nn.Module):
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DSparkLayer(nn.Module):
+    """One draft layer. With `sandwich_norms` the sub-layers' outputs are normed too and a scalar closes the layer."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.sandwich_norms = config.sandwich_norms
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if config.sandwich_norms:
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+            self.register_buffer("layer_scalar", torch.ones(1))
+        for name in norms:
+            setattr(self, name, Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
+
+    def forward(self, hidden: torch.Tensor, rope: Rope, context: DraftContext) -> torch.Tensor:
+        attended = self.self_attn(self.input_layernorm(hidden), rope, context)
+        if not self.sandwich_norms:
+            hidden = hidden + attended
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + self.post_attention_layernorm(attended)
+        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
+        return hidden * self.layer_scalar
+
+
+@dataclass(frozen=True)
+class BackboneOutput:
+    """`hidden_states` [B, γ, H] after the final norm and `base_logits` [B, γ, V_draft] (U_k), float32."""
+
+    hidden_states: torch.Tensor
+    base_logits: torch.Tensor
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    _no_split_modules = ["DSparkLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, DSparkLayer) and module.sandwich_norms:
+            init.ones_(module.layer_scalar)
+
+
+class DSparkForCausalLM(DSparkPreTrainedModel):
+    """A DSpark draft. Pass it to its target: `target.generate(**inputs, assistant_model=draft)`.
+
+    Attributes:
+        generation_config (`GenerationConfig`): defaults of `num_assistant_tokens` and `assistant_confidence_threshold`
+            for calls that do not set them.
+        draft_sample_method (`str`): how drafts are chosen when the target samples; `"probabilistic"` draws them from q,
+            `"greedy"` takes the arg max, with a one-hot q. Both are exact.
+    """
+
+    # The generate hook recognises a draft by this mark, not by `isinstance`: copies of this file that travel with a
+    # checkpoint are other classes.
+    _dspark_draft = True
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        if config.has_embed_tokens:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(config.context_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        if config.has_lm_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.generation_config = GenerationConfig()
+        self.draft_sample_method = "probabilistic"
+        self._vocabulary: TargetVocabulary | None = None
+        self._fused: torch.Tensor | None = None
+        self.post_init()
+
+    # ---- pairing
+
+    def attach_target(self, target: PreTrainedModel) -> "DSparkForCausalLM":
+        """Share the target's embeddings and head when the file has none, and check that the two fit.
+
+        `generate()` does this by itself. The target's modules are referenced, not owned: they are in no state dict and do
+        not move with the draft.
+
+        Raises:
+            ValueError: for a pair that does not fit, with both numbers.
+        """
+        self._vocabulary = share_vocabulary(self.config, target)
+        return self
+
+    @property
+    def vocabulary(self) -> TargetVocabulary:
+        """What is shared with the attached target.
+
+        Raises:
+            ValueError: for a draft that needs a target's embeddings or head and has not been given one.
+        """
+        if self._vocabulary is not None:
+            return self._vocabulary
+        if not (self.config.has_embed_tokens and self.config.has_lm_head):
+            raise ValueError(
+                "This draft stores no embeddings or head of its own. Call `draft.attach_target(target)` first, or pass it "
+                "to `target.generate(assistant_model=draft)`."
+            )
+        return TargetVocabulary(None, None, self.config.vocab_size, self.device, self.dtype)
+
+    # ---- the two phases of a round
+
+    def append_context(self, context: DraftContext, features: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store keys and values of committed tokens in every draft layer.
+
+        Args:
+            context: grows by n tokens.
+            features: [B, n, n_taps · H_target], see `context_features`.
+            positions: [1 or B, n] absolute positions.
+        """
+        features = features.to(device=self.device, dtype=self.dtype)
+        positions = positions.to(self.device)
+        hidden = self.hidden_norm(self.fc(features))
+        rope = self.rotary_emb(hidden, positions)
+        projected = F.linear(hidden, *self._context_projection()).chunk(len(self.layers), dim=-1)
+        context.append([layer.self_attn.keys_values(x, rope) for layer, x in zip(self.layers, projected)])
+
+    def forward(
+        self,
+        block_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: DraftContext,
+        vocabulary: TargetVocabulary | None = None,
+    ) -> BackboneOutput:
+        """Run the backbone over blocks `[x_0, MASK, ...]` (paper, block-parallel stage).
+
+        Args:
+            block_ids: [B, block_size] int64.
+            positions: [1 or B, block_size] absolute positions; the anchor's comes first.
+            context: tokens before the anchor; it comes back unchanged.
+            vocabulary: of the target at hand; by default the attached one.
+
+        Returns:
+            the γ slots that are read.
+        """
+        vocabulary = vocabulary or self.vocabulary
+        hidden = self._embed(block_ids.to(self.device), vocabulary)
+        rope = self.rotary_emb(hidden, positions.to(self.device))
+        for layer in self.layers:
+            hidden = layer(hidden, rope, context)
+        hidden = self.norm(hidden[:, -self.config.num_draft_tokens :])
+        return BackboneOutput(hidden, self._base_logits(hidden, vocabulary))
+
+    def propose(
+        self,
+        anchor_ids: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> "DraftBlock":
+        """One block of γ drafts from scratch, without state or gradients.
+
+        Args:
+            anchor_ids: [B] int64, x_0 of each row.
+            target_hidden_states: [B, S, n_taps · H_target], the features of positions 0..S-1 (S may be 0); the anchor
+                stands at position S.
+            temperature: 0 for arg max, otherwise x_k is drawn from softmax((U_k + B_k) / temperature).
+            generator: random stream of the draws, on the draft's device.
+
+        Raises:
+            ValueError: for shapes, ids or a temperature that do not fit.
+        """
+        from .proposal import propose
+
+        return propose(self, anchor_ids, target_hidden_states, temperature=temperature, generator=generator)
+
+    def _embed(self, ids: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
+        if not self.config.has_embed_tokens:
+            return vocabulary.embed(ids).to(device=self.device, dtype=self.dtype)
+        embedded = self.embed_tokens(ids.clamp(max=self.config.vocab_size - 1))
+        return embedded * embedded.new_tensor(self.config.embedding_scale)
+
+    def _base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
+        logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)
+        logits = fit_vocabulary(logits.float(), self.config.vocab_size)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _context_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the key and value projections of all layers as one matrix.
+
+        The layers' own weights are made views of the matrix, so it costs no memory and follows every in-place change. After
+        a move to another device or dtype the views are gone, which the addresses show, and it is built anew.
+        """
+        linears = [linear for layer in self.layers for linear in layer.self_attn.key_value_projections()]
+        weights = [linear.weight for linear in linears]
+        bias = torch.cat([linear.bias for linear in linears]) if self.config.attention_bias else None
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            return torch.cat(weights), bias
+        sizes = [weight.shape[0] for weight in weights]
+        if self._fused is None or any(
+            weight.data_ptr() != view.data_ptr() for weight, view in zip(weights, self._fused.split(sizes))
+        ):
+            # An inference tensor as a parameter could never be trained again.
+            with torch.inference_mode(False), torch.no_grad():
+                self._fused = torch.cat([weight.detach() for weight in weights])
+                for weight, view in zip(weights, self._fused.split(sizes)):
+                    weight.data = view
+        return self._fused, bias
+
+    # ---- files
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *model_args: Any,
+        sample_from_anchor: bool | None = None,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> "DSparkForCausalLM":
+        """Load a draft from a local folder or a hub id, by its keys and tensor names.
+
+        Args:
+            pretrained_model_name_or_path: folder or repository id.
+            sample_from_anchor: overrules the block layout that the file states or implies.
+            config: a `DSparkConfig` replaces what the file says; any other config is ignored, the file's own keys decide.
+            kwargs: as in transformers (`dtype`, `device_map`, `revision`, `cache_dir`, `token`, ...).
+
+        Raises:
+            ValueError: for anything that is not a DSpark checkpoint this version reads, or with missing, unknown or
+                misshapen tensors; the message names them.
+        """
+        from .files import load_draft
+
+        return load_draft(
+            cls, super().from_pretrained, pretrained_model_name_or_path, sample_from_anchor, config, *model_args, **kwargs
+        )
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *args: Any,
+        format: str | None = None,
+        include_shared: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write the draft as safetensors and the config in a form that DSpark loaders read.
+
+        Args:
+            format: `None` for the form it was loaded in, `"deepspec"` to convert.
+            include_shared: also write the embeddings and head of the attached target.
+        """
+        from .files import save_draft
+
+        save_draft(self, super().save_pretrained, save_directory, format, include_shared, *args, **kwargs)
+
+
+class Qwen3DSparkModel(DSparkForCausalLM):
+    """Name under which DeepSpec publishes Qwen3-style DSpark and DFlash drafts."""
+
+
+class Gemma4DSparkModel(DSparkForCausalLM):
+    """Name under which DeepSpec publishes Gemma4-style drafts."""
+
+
+def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """Cut or pad (with -inf) the last axis to `size`: vocabularies of a pair may differ by padding rows."""
+    missing = size - logits.shape[-1]
+    return logits[..., :size] if missing <= 0 else F.pad(logits, (0, missing), value=float("-inf"))

@@ -1,0 +1,126 @@
+"""What a draft takes from its target: tapped hidden states, embeddings and head; and the checks that the two fit."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .configuration_dspark import DSparkConfig
+
+# Vocabularies of one tokenizer differ by the rows that pad an embedding to a round number, never by more than this share.
+MAX_PADDING_SHARE = 0.01
+
+
+def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int]) -> torch.Tensor:
+    """Concatenate the tapped hidden states on the feature axis (paper, context features).
+
+    Args:
+        hidden_states_or_outputs: a tuple as `output_hidden_states` gives it (entry 0 the embeddings, entry i+1 the output
+            of layer i, the last entry after the final norm), or a model output that has one. Entries that no tap needs
+            may be `None`. Each entry is [B, S, H_target].
+        target_layer_ids: taps; id i reads entry i+1 and -1 the embeddings.
+
+    Returns:
+        [B, S, n_taps · H_target] on the device of the first tap.
+
+    Raises:
+        ValueError: when a tap lies outside the hidden states or its entry is missing.
+    """
+    hidden_states = hidden_states_or_outputs
+    if not isinstance(hidden_states, (tuple, list)):
+        hidden_states = getattr(hidden_states_or_outputs, "hidden_states", None)
+        if hidden_states is None:
+            raise ValueError("The outputs hold no hidden states. Call the target with `output_hidden_states=True`.")
+    last = len(hidden_states) - 2
+    for i in target_layer_ids:
+        if not -1 <= i <= last:
+            raise ValueError(f"Tap {i} of `target_layer_ids` {list(target_layer_ids)} is outside -1..{last}.")
+        if hidden_states[i + 1] is None:
+            raise ValueError(f"Tap {i} needs `hidden_states[{i + 1}]`, which is None. Ask the target for that entry.")
+    taps = [hidden_states[i + 1] for i in target_layer_ids]
+    return torch.cat([tap.to(taps[0].device) for tap in taps], dim=-1)
+
+
+class TargetVocabulary(NamedTuple):
+    """Embedding and head of a target, which a draft that stores none calls. Never sliced: a head may be quantised.
+
+    `size` is the width of the target's logits; `device` and `dtype` are where the head expects its input.
+    """
+
+    embeddings: nn.Module | None
+    head: nn.Module | None
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids -> embeddings, the factor of the target's family included."""
+        return self.embeddings(ids.to(_device_of(self.embeddings, self.device)))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden.to(device=_device_of(self.head, self.device), dtype=self.dtype))
+
+
+def _device_of(module: nn.Module, default: torch.device) -> torch.device:
+    tensor = next(module.parameters(), None)
+    return default if tensor is None or tensor.device.type == "meta" else tensor.device
+
+
+def check_pair(config: DSparkConfig, target: nn.Module) -> None:
+    """Refuse a draft and a target that cannot work together, before anything is computed.
+
+    Raises:
+        ValueError: names both numbers and the fix.
+    """
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder; DSpark drafts need a decoder-only target.")
+    text = target.config.get_text_config(decoder=True)
+    depth = text.num_hidden_layers
+    if max(config.target_layer_ids) >= depth:
+        raise ValueError(
+            f"`target_layer_ids` {config.target_layer_ids} reach past the target: {type(target).__name__} has {depth} "
+            f"layers, so taps may be -1..{depth - 1}. Is this the target that the draft was trained for?"
+        )
+    if text.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"The draft reads hidden states of width {config.target_hidden_size}, the target's have width "
+            f"{text.hidden_size}. Use the target that the draft was trained for."
+        )
+    _check_vocabulary(config, target, text)
+
+
+def _check_vocabulary(config: DSparkConfig, target: nn.Module, text: Any) -> None:
+    padding = abs(config.vocab_size - text.vocab_size)
+    if padding > MAX_PADDING_SHARE * max(config.vocab_size, text.vocab_size):
+        raise ValueError(
+            f"The draft has a vocabulary of {config.vocab_size}, the target one of {text.vocab_size}; more than padding "
+            "lies between them. Draft and target must share one tokenizer."
+        )
+    if not (config.has_embed_tokens and config.has_lm_head) and config.hidden_size != text.hidden_size:
+        raise ValueError(
+            f"The draft stores no embeddings or head of its own and must share the target's, but its width is "
+            f"{config.hidden_size} and theirs {text.hidden_size}. Use the target that the draft was trained for."
+        )
+    if not config.has_lm_head and target.get_output_embeddings() is None:
+        raise ValueError(f"The draft stores no head and {type(target).__name__} has none to share.")
+    if not config.has_embed_tokens:
+        embeddings = target.get_input_embeddings()
+        weight = getattr(embeddings, "weight", None)
+        rows = getattr(embeddings, "num_embeddings", None) or (text.vocab_size if weight is None else weight.shape[0])
+        if config.mask_token_id >= rows:
+            raise ValueError(
+                f"`mask_token_id` {config.mask_token_id} is not a row of the target's embeddings ({rows} rows). "
+                "Was the target resized after the draft was trained?"
+            )
+
+
+def share_vocabulary(config: DSparkConfig, target: nn.Module) -> TargetVocabulary:
+    """Check the pair and take from the target what the draft's file does not store."""
+    check_pair(config, target)
+    return TargetVocabulary(
+        embeddings=None if config.has_embed_tokens else target.get_input_embeddings(),
+        head=None if config.has_lm_head else target.get_output_embeddings(),
+        size=target.config.get_text_config(decoder=True).vocab_size,
+        device=target.device,
+        dtype=target.dtype,
+    )
