@@ -1,0 +1,138 @@
+"""What the tests of generate() assert again and again."""
+
+import torch
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import hf_dspark
+import oracle
+
+
+def tensor(ids: list[int]) -> torch.Tensor:
+    return torch.tensor([ids])
+
+
+def generate(target, draft, ids, **options):
+    """`target.generate` with the draft under `record()`: (output, statistics)."""
+    ids = tensor(ids) if isinstance(ids, list) else ids
+    options = {"max_new_tokens": 20, "do_sample": False} | options
+    if "max_length" in options:
+        del options["max_new_tokens"]
+    with hf_dspark.record() as stats:
+        output = target.generate(ids, assistant_model=draft, **options)
+    return output, stats
+
+
+def plain(target, ids, **options):
+    """The same call without a draft."""
+    ids = tensor(ids) if isinstance(ids, list) else ids
+    options = {"max_new_tokens": 20, "do_sample": False} | options
+    if "max_length" in options:
+        del options["max_new_tokens"]
+    return target.generate(ids, **options)
+
+
+def sequences(output) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.sequences
+
+
+def equal_to_plain(target, draft, ids, options=None, **more):
+    """Greedy text equals plain generate and the statistics add up. Returns (new tokens, statistics).
+
+    `options` is a function that makes the keyword arguments, called once per run, when they carry state.
+    """
+    expected = sequences(plain(target, ids, **((options or dict)() | more)))
+    output, stats = generate(target, draft, ids, **((options or dict)() | more))
+    assert sequences(output).tolist() == expected.tolist()
+    prompt = 0 if ids is None else tensor(ids).shape[1] if isinstance(ids, list) else ids.shape[1]
+    new = expected[0, prompt:].tolist()
+    adds_up(stats, len(new), draft.config.num_draft_tokens)
+    return new, stats
+
+
+def adds_up(stats, num_new: int, gamma: int) -> None:
+    """Invariant 9 and the definitions of every counter, for one call of one row on the plain path."""
+    rounds = stats.rounds
+    committed = [r.accepted + (r.next_token is not None) for r in rounds]
+    assert stats.path == "plain"
+    assert stats.num_tokens == num_new
+    assert sum(committed) == num_new - 1
+    assert stats.num_rounds == len(rounds)
+    assert stats.num_drafted == gamma * len(rounds)
+    assert stats.num_verified == sum(r.verified for r in rounds)
+    assert stats.num_accepted == sum(r.accepted for r in rounds)
+    for here, tokens in zip(rounds, committed, strict=True):
+        assert 0 <= here.accepted <= here.verified <= gamma
+        assert tokens >= 1, "a round that commits nothing"
+        assert len(here.draft_tokens) == gamma
+    for here, there, tokens in zip(rounds, rounds[1:], committed, strict=False):
+        assert there.position == here.position + tokens
+        assert here.next_token is not None and there.anchor == here.next_token
+    assert stats.mean_acceptance_length == (sum(committed) / len(rounds) if rounds else 0.0)
+    assert stats.acceptance_rate == (stats.num_accepted / stats.num_verified if stats.num_verified else 0.0)
+    assert len(stats.acceptance_by_position) == gamma or not rounds
+    for k, rate in enumerate(stats.acceptance_by_position):
+        tried = [r for r in rounds if r.verified > k and r.accepted >= k]
+        # A draft behind the token that ended the text was neither accepted nor rejected.
+        tried = [r for r in tried if r.accepted > k or r.next_token is not None]
+        assert rate == (sum(r.accepted > k for r in tried) / len(tried) if tried else None)
+
+
+def rounds_match(stats, draft_oracle: oracle.Oracle, target, text: list[int], **forward) -> None:
+    """Every round proposed what the oracle proposes from the whole text (context, positions, taps and rollback)."""
+    taps = draft_oracle.config["target_layer_ids"]
+    with torch.no_grad():
+        hidden = target(tensor(text), output_hidden_states=True, **forward).hidden_states
+        features = oracle.context_features(hidden, taps)[0].float()
+        for here in stats.rounds:
+            assert here.anchor == text[here.position]
+            block = draft_oracle.propose(here.anchor, features[: here.position])
+            assert here.draft_tokens == block.tokens.tolist()
+            if block.confidence_logits is not None:
+                torch.testing.assert_close(
+                    torch.tensor(here.confidence), block.confidence_logits.sigmoid(), atol=1e-4, rtol=1e-4
+                )
+                torch.testing.assert_close(torch.tensor(here.survival), block.survival(), atol=1e-4, rtol=1e-4)
+
+
+class ListStreamer(BaseStreamer):
+    """Keeps every `put` as a list and counts `end`."""
+
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        assert self.ends == 0, "put after end"
+        self.puts.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
+
+
+class StopAt(StoppingCriteria):
+    """Stops once the text has `length` tokens; keeps the length of every text it was shown."""
+
+    def __init__(self, length: int):
+        self.length, self.seen = length, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids[0].tolist())
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+class CallCounter:
+    """Counts forwards of a module and keeps the shape of each call's ids."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.shapes = []
+        self.handle = module.register_forward_pre_hook(self._hook, with_kwargs=True)
+
+    def _hook(self, module, args, kwargs):
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self.shapes.append(None if ids is None else tuple(ids.shape))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.handle.remove()
