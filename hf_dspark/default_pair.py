@@ -51,9 +51,7 @@ class DefaultPair(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_default_pair(
-    *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
-) -> DefaultPair:
+def load_default_pair(*, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> DefaultPair:
     """Load the embedded target and draft; the first call prepares the target as `setup_demo` does.
 
     Args:

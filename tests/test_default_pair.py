@@ -167,7 +167,9 @@ def test_the_target_is_a_chat_model_that_ends_its_turn(pair):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == target.generation_config.eos_token_id == 2
     assert target.dtype == draft.dtype == torch.float32 and not target.training and not draft.training
     inputs = encode(tokenizer)
-    assert tokenizer.decode(inputs["input_ids"][0]).endswith(f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.decode(inputs["input_ids"][0]).endswith(
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    )
     plain = target.generate(**inputs, max_new_tokens=120, do_sample=False)
     assert plain[0, -1] == 2 and plain.shape[1] < inputs["input_ids"].shape[1] + 120
     speculated = target.generate(**inputs, max_new_tokens=120, do_sample=False, assistant_model=draft)
