@@ -5,6 +5,7 @@ no renaming. The life of a draft within a round: `append_context` stores keys an
 `forward` runs a block over them, `propose` adds the sequential walk.
 """
 
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,6 +174,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.generation_config = GenerationConfig()
         self.draft_sample_method = "probabilistic"
+        # Marks contexts of this draft on caches that outlive a call.
+        self.context_owner = uuid.uuid4().hex
         self._vocabulary: TargetVocabulary | None = None
         self._fused: torch.Tensor | None = None
         self.post_init()

@@ -1,0 +1,43 @@
+"""DSpark speculative decoding, native to transformers.
+
+```python
+import hf_dspark
+from transformers import AutoModel, AutoModelForCausalLM
+
+draft = AutoModel.from_pretrained("deepseek-ai/dspark_qwen3_8b_block7")
+target = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype="auto", device_map="auto")
+output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)
+```
+
+Importing the package claims DSpark checkpoints for the Auto classes and installs one hook in generate().
+"""
+
+from . import auto
+from .configuration_dspark import DSparkConfig
+from .default_pair import load_default_pair
+from .generation import hook
+from .generation.candidate_generator import DSparkCandidateGenerator
+from .generation.logits_process import MarkovLogitsProcessor
+from .generation.record import Round, SpeculationStats, record
+from .modeling_dspark import DSparkForCausalLM, Gemma4DSparkModel, Qwen3DSparkModel
+from .proposal import DraftBlock
+from .target import context_features
+
+__version__ = "0.1.0"
+__all__ = [
+    "DSparkCandidateGenerator",
+    "DSparkConfig",
+    "DSparkForCausalLM",
+    "DraftBlock",
+    "Gemma4DSparkModel",
+    "MarkovLogitsProcessor",
+    "Qwen3DSparkModel",
+    "Round",
+    "SpeculationStats",
+    "context_features",
+    "load_default_pair",
+    "record",
+]
+
+auto.register()
+hook.install()

@@ -1,0 +1,141 @@
+"""`DSparkCandidateGenerator`: the proposer behind transformers' `CandidateGenerator` interface."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .. import confidence
+from .._compat import hidden_states_request
+from ..context import DraftContext
+from ..modeling_dspark import DSparkForCausalLM
+from ..proposal import DraftBlock, Proposer
+from ..sampling import draw
+from ..target import context_features, share_vocabulary
+from .options import draft_options
+from .verify import applies_to_draft, draft_distribution
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A block and how much of it is worth verifying.
+
+    `tokens` [ℓ] and `q` [ℓ, V] (`None` when greedy) go to verification; `confidence` holds c_1..c_γ or is `None`.
+    """
+
+    block: DraftBlock
+    tokens: torch.Tensor
+    q: torch.Tensor | None
+    confidence: torch.Tensor | None
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Drafts for one sequence of one generate() call.
+
+    Two steps a round: `observe` turns the target's hidden states of newly committed tokens into draft context, `propose`
+    gives the next block. `get_candidates` does both in the form that transformers' own assisted decoding expects.
+
+    Args:
+        draft, target: the pair; it is checked here.
+        generation_config: of the call; `num_assistant_tokens`, `assistant_confidence_threshold`, `do_sample`.
+        logits_processor: processors of the call; those that may see drafts also shape q.
+
+    Raises:
+        ValueError: for a pair or options that do not fit.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        draft: DSparkForCausalLM,
+        target: PreTrainedModel,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+    ):
+        self.draft = draft
+        self.options = draft_options(draft, generation_config)
+        self.do_sample = bool(generation_config.do_sample)
+        self.sample_method = draft.draft_sample_method
+        if self.sample_method not in ("probabilistic", "greedy"):
+            raise ValueError(
+                f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
+            )
+        self.processors = LogitsProcessorList(p for p in logits_processor or [] if applies_to_draft(p))
+        self.max_length = generation_config.max_length
+        context = DraftContext(draft.config, 1, draft.device, draft.dtype)
+        self.proposer = Proposer(draft, share_vocabulary(draft.config, target), context)
+
+    @property
+    def context(self) -> DraftContext:
+        return self.proposer.context
+
+    @context.setter
+    def context(self, context: DraftContext) -> None:
+        self.proposer.context = context
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """What the target's forward must be called with, so that `observe` finds its taps."""
+        return {"output_hidden_states": hidden_states_request(self.draft.config.target_layer_ids)}
+
+    @torch.no_grad()
+    def observe(self, features: torch.Tensor, position: int) -> None:
+        """Add committed tokens to the context: `features` [1, n, n_taps · H_target], the first at `position`."""
+        if features.shape[1]:
+            positions = torch.arange(position, position + features.shape[1]).unsqueeze(0)
+            self.draft.append_context(self.context, features, positions)
+
+    @torch.no_grad()
+    def propose(self, input_ids: torch.Tensor, position: int, limit: int | None = None) -> Proposal:
+        """The next block.
+
+        Args:
+            input_ids: [1, t] committed tokens; the last is the anchor.
+            position: of the anchor among the real tokens.
+            limit: most drafts that the length limit leaves room for.
+        """
+        config = self.draft.config
+        block = self.proposer.propose(input_ids, position, self._choose)
+        verified = self.options.num_assistant_tokens
+        c = None
+        if block.confidence_logits is not None:
+            c = confidence.conditional(block.confidence_logits[0], config.confidence_temperatures)
+            if self.options.threshold > 0:
+                verified = min(verified, confidence.truncate(c, self.options.threshold))
+        if limit is not None:
+            verified = min(verified, limit)
+        tokens = block.tokens[0, :verified]
+        q = draft_distribution(block.scores[0, :verified], tokens, self.sample_method) if self.do_sample else None
+        return Proposal(block, tokens, q, c)
+
+    def _choose(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.processors(prefix, logits.clone()) if self.processors else logits
+        return scores, draw(scores, do_sample=self.do_sample and self.sample_method == "probabilistic")
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = True,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
+        """transformers' interface: nothing on the first call (the target prefills), then input ids plus drafts.
+
+        Returns the candidates [1, t + ℓ] and, when sampling, log q [1, ℓ, V].
+        """
+        if is_first_iteration:
+            return input_ids, None
+        position = input_ids.shape[1] - 1
+        features = context_features(model_outputs, self.draft.config.target_layer_ids)
+        self.observe(features[:, : position - self.context.length], self.context.length)
+        proposal = self.propose(input_ids, position, self.max_length - input_ids.shape[1] - 1)
+        candidates = torch.cat((input_ids, proposal.tokens[None].to(input_ids.device)), dim=-1)
+        return candidates, None if proposal.q is None else proposal.q.log()[None]
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int):
+        """Nothing to adapt: the block has a fixed size and the confidence head decides how much is verified."""

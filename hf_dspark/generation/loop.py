@@ -1,0 +1,214 @@
+"""The plain path: our round loop over transformers' own caches, for one sequence.
+
+prefill -> first token -> rounds of propose, verify, commit, observe -> the output of plain generate().
+"""
+
+import time
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .._compat import CACHE_KEY
+from ..modeling_dspark import DSparkForCausalLM
+from ..sampling import draw
+from ..target import context_features
+from .candidate_generator import DSparkCandidateGenerator, Proposal
+from .record import CallRecord, Round
+from .stopping import Transcript
+from .target_cache import TargetCache
+from .verify import verify
+
+
+class PrefillRecorder:
+    """The target as transformers' `_prefill` sees it, keeping the tapped features of every chunk.
+
+    `_prefill` returns the outputs of the last chunk only, and a hook on the target would see the calls of other threads.
+    """
+
+    def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]):
+        self._target = target
+        self._taps = target_layer_ids
+        self._chunks: list[torch.Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, **inputs: Any) -> ModelOutput:
+        outputs = self._target(**inputs)
+        self._chunks.append(context_features(outputs, self._taps))
+        return outputs
+
+    def features(self) -> torch.Tensor:
+        """[1, n, n_taps · H_target] of the n tokens that were fed."""
+        return torch.cat(self._chunks, dim=1)
+
+
+class PlainLoop:
+    """State of one generate() call on the plain path."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DSparkForCausalLM,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
+        record: CallRecord,
+    ):
+        self.target = target
+        self.draft = draft
+        self.processors = logits_processor
+        self.config = generation_config
+        self.streamer = streamer
+        self.kwargs = model_kwargs
+        self.record = record
+        self.generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
+        keeps = bool(generation_config.return_dict_in_generate)
+        self.transcript = Transcript(
+            input_ids,
+            stopping_criteria,
+            streamer,
+            keep_scores=keeps and bool(generation_config.output_scores),
+            keep_logits=keeps and bool(generation_config.output_logits),
+        )
+        self.hidden_states: tuple | None = () if keeps and generation_config.output_hidden_states else None
+        self.attentions: tuple | None = () if keeps and generation_config.output_attentions else None
+        self.cache = TargetCache(model_kwargs[CACHE_KEY])
+        self.position = 0
+        if not generation_config.output_hidden_states:
+            self.kwargs |= self.generator.model_kwargs_overrides
+        else:
+            self.kwargs["output_hidden_states"] = True
+
+    def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Generate; the return value is what plain generate() would have returned."""
+        self._prefill()
+        while not self.transcript.stopped:
+            self._round()
+        if self.streamer is not None:
+            self.streamer.end()
+        self.cache.release(self.draft, self.generator.context)
+        if not self.config.return_dict_in_generate:
+            return self.transcript.ids
+        return GenerateDecoderOnlyOutput(
+            sequences=self.transcript.ids,
+            scores=self.transcript.scores,
+            logits=self.transcript.logits,
+            attentions=self.attentions,
+            hidden_states=self.hidden_states,
+            **{CACHE_KEY: self.cache.cache},
+        )
+
+    def _prefill(self) -> None:
+        past = self.cache.length()
+        recorder = PrefillRecorder(self.target, self.draft.config.target_layer_ids)
+        outputs = type(self.target)._prefill(recorder, self.transcript.ids, self.config, self.kwargs)
+        self.cache.start(outputs)
+        features = recorder.features()
+        mask = self.kwargs.get("attention_mask")
+        if mask is not None:
+            # Padding never reaches the draft: positions count real tokens only.
+            past = int(mask[0, : mask.shape[1] - features.shape[1]].sum())
+            features = features[:, mask[0, -features.shape[1] :].bool().to(features.device)]
+        self._restore_context(past)
+        self.generator.observe(features, past)
+        self.position = past + features.shape[1]
+
+        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.transcript.ids.device)
+        scores = self.processors(self.transcript.ids, logits.clone())
+        token = draw(scores, do_sample=bool(self.config.do_sample)).tolist()
+        self.transcript.commit(token, scores, logits)
+        self.record.add_tokens(1)
+        if self.hidden_states is not None:
+            self.hidden_states += (outputs.hidden_states,)
+        if self.attentions is not None:
+            self.attentions += (outputs.attentions,)
+        self.kwargs = self._extended(self.kwargs, outputs)
+
+    def _restore_context(self, past: int) -> None:
+        """Take up the draft's context where an earlier call with this cache left it."""
+        if past == 0:
+            return
+        context = self.cache.draft_context(self.draft)
+        if context is not None:
+            context.crop(past)
+            self.generator.context = context
+        unseen = past - self.generator.context.length
+        if unseen:
+            self.record.explain(
+                self.record.stats.path,
+                f"{self.record.stats.reason}; the cache holds {unseen} tokens that the draft has not seen",
+            )
+
+    def _round(self) -> None:
+        started = time.perf_counter()
+        ids = self.transcript.ids
+        limit = None if self.transcript.room is None else self.transcript.room - 1
+        proposal = self._propose(ids, limit)
+        drafts = ids.new_empty(0) if proposal is None else proposal.tokens.to(ids.device)
+        states = [self.kwargs]
+        for _ in range(len(drafts)):
+            states.append(self._extended(states[-1]))
+        outputs = self._forward(torch.cat((ids, drafts[None]), dim=-1), len(drafts) + 1, states[-1])
+        logits = outputs.logits[0, -len(drafts) - 1 :].to(dtype=torch.float32, device=ids.device)
+        q = None
+        if self.config.do_sample:
+            q = logits.new_empty((0, logits.shape[-1])) if proposal is None else proposal.q.to(ids.device)
+        committed, accepted = verify(self.transcript, drafts, q, logits, self.processors)
+
+        self.cache.forget(len(drafts) + 1 - committed)
+        self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
+        self.record.add_tokens(committed)
+        self._keep_outputs(outputs, committed, len(drafts))
+        if proposal is not None:
+            features = context_features(outputs, self.draft.config.target_layer_ids)[:, :committed]
+            self.generator.observe(features, self.position)
+            self._record_round(proposal, committed, accepted, started)
+        self.position += committed
+
+    def _propose(self, ids: torch.Tensor, limit: int | None) -> Proposal | None:
+        """The next block; `None` for a cache that cannot be rolled back, where the target goes on alone."""
+        return self.generator.propose(ids, self.position, limit) if self.cache.croppable else None
+
+    def _forward(self, candidate_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> ModelOutput:
+        inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=length, **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = length
+        with self.target._optimize_model_for_decode():
+            return self.target(**inputs, return_dict=True)
+
+    def _extended(self, kwargs: dict[str, Any], outputs: ModelOutput | None = None) -> dict[str, Any]:
+        """Model arguments with mask, positions and token types one token longer, as plain generate() extends them."""
+        return self.target._update_model_kwargs_for_generation(outputs or ModelOutput(), dict(kwargs))
+
+    def _keep_outputs(self, outputs: ModelOutput, committed: int, drafts: int) -> None:
+        for i in range(committed):
+            if self.hidden_states is not None:
+                self.hidden_states += (tuple(layer[:, i : i + 1] for layer in outputs.hidden_states),)
+            if self.attentions is not None:
+                self.attentions += (self.cache.attention_step(outputs.attentions, i, drafts),)
+
+    def _record_round(self, proposal: Proposal, committed: int, accepted: int, started: float) -> None:
+        block, ids = proposal.block, self.transcript.ids
+        self.record.add_round(
+            Round(
+                call=0,
+                row=0,
+                position=self.position,
+                anchor=int(ids[0, -committed - 1]),
+                draft_tokens=block.tokens[0].tolist(),
+                confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
+                survival=None if block.survival is None else block.survival[0].tolist(),
+                verified=len(proposal.tokens),
+                accepted=accepted,
+                next_token=int(ids[0, -1]) if committed > accepted else None,
+                milliseconds=1000 * (time.perf_counter() - started),
+            )
+        )

@@ -1,0 +1,107 @@
+"""Which assistant options the caller really set, and the calls that cannot be honoured."""
+
+from typing import Any, NamedTuple
+
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
+
+from ..modeling_dspark import DSparkForCausalLM
+
+# What generate() writes into a config when nobody said anything.
+FILLED_BY_GENERATE = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
+# Set by the hook on the config of a call: the names among the above that the caller gave.
+NAMED_BY_CALLER = "_dspark_named_options"
+
+
+def named_options(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> frozenset[str]:
+    """Names of assistant options given in a generate() call or in the generation config passed to it."""
+    return frozenset(
+        name
+        for name in FILLED_BY_GENERATE
+        if kwargs.get(name) is not None or getattr(generation_config, name, None) is not None
+    )
+
+
+class DraftOptions(NamedTuple):
+    """`num_assistant_tokens`: most drafts verified in a round, 1..γ. `threshold`: on c_k, 0 for the whole block.
+    `note`: what could not be used, for `SpeculationStats.reason`."""
+
+    num_assistant_tokens: int
+    threshold: float
+    note: str
+
+
+def draft_options(draft: DSparkForCausalLM, generation_config: GenerationConfig) -> DraftOptions:
+    """Resolve the options of a call: the call and its generation config, then `draft.generation_config`, then γ and 0.
+
+    Raises:
+        ValueError: for values out of range, with the range.
+    """
+    gamma = draft.config.num_draft_tokens
+    count = _given("num_assistant_tokens", draft, generation_config)
+    if count is None:
+        count = gamma
+    elif isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= gamma:
+        raise ValueError(
+            f"`num_assistant_tokens` must be an integer in 1..{gamma} for this draft (γ = {gamma}), got {count!r}."
+        )
+    threshold = _given("assistant_confidence_threshold", draft, generation_config)
+    if threshold is None:
+        threshold = 0.0
+    elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+        raise ValueError(f"`assistant_confidence_threshold` must be a number in [0, 1], got {threshold!r}.")
+    if threshold > 0 and draft.confidence_head is None:
+        note = f"assistant_confidence_threshold={threshold} has no effect, the draft has no confidence head"
+        return DraftOptions(count, 0.0, note)
+    return DraftOptions(count, float(threshold), "")
+
+
+def _given(name: str, draft: DSparkForCausalLM, generation_config: GenerationConfig) -> Any:
+    value = getattr(generation_config, name, None)
+    named = getattr(generation_config, NAMED_BY_CALLER, None)
+    # Without the hook's mark a value that generate() fills in by itself counts as unset.
+    given = value != FILLED_BY_GENERATE[name] if named is None else name in named
+    return value if given and value is not None else getattr(draft.generation_config, name, None)
+
+
+def refuse(target: PreTrainedModel, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+    """Raise for calls that DSpark cannot honour exactly and that have no exact substitute.
+
+    Raises:
+        ValueError: one sentence with the option, its value and the fix.
+    """
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A DSpark draft works with greedy decoding and sampling, but this call asks for {mode.value} "
+            f"(num_beams={config.num_beams}). Set `num_beams=1`, or drop `assistant_model`."
+        )
+    if (config.num_return_sequences or 1) > 1:
+        raise ValueError(
+            f"`num_return_sequences={config.num_return_sequences}` is not supported with a DSpark draft. "
+            "Call generate() once for each sequence."
+        )
+    if kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("A DSpark draft shares the target's tokenizer. Drop `assistant_tokenizer`.")
+    conflicts = {
+        "prompt_lookup_num_tokens": "a second way to draft",
+        "assistant_early_exit": "a second way to draft",
+        "assistant_ensemble_weight": "lossy by design",
+        "speculation_type": "another kind of draft",
+        "use_mtp": "another kind of draft",
+    }
+    for name, why in conflicts.items():
+        if (value := getattr(config, name, None)) not in (None, False):
+            raise ValueError(f"`{name}={value!r}` is {why} and cannot be combined with a DSpark draft. Unset it.")
+    if config.num_assistant_tokens_schedule not in (None, "constant"):
+        raise ValueError(
+            f"`num_assistant_tokens_schedule={config.num_assistant_tokens_schedule!r}` is not supported with a DSpark "
+            "draft. Use `assistant_confidence_threshold` to adapt the verified length."
+        )
+    if config.cache_implementation in STATIC_CACHE_IMPLEMENTATIONS:
+        raise static_cache_error(f"cache_implementation={config.cache_implementation!r}")
+
+
+def static_cache_error(given: str) -> ValueError:
+    return ValueError(f"`{given}` is not supported with a DSpark draft yet. Drop it to use a dynamic cache.")
+
+

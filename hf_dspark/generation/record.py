@@ -1,0 +1,168 @@
+"""What happened: `Round`, `SpeculationStats` and `record()`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-verify-commit step of one row, in plain Python numbers.
+
+    Attributes:
+        call: which call of the record the round belongs to, from 0.
+        row: row of the batch.
+        position: index of the anchor among the row's real tokens; the prompt counts, padding does not.
+        anchor: x_0.
+        draft_tokens: the γ drafts x_1..x_γ.
+        confidence: c_1..c_γ, or `None` without confidence head.
+        survival: a_1..a_γ, or `None` without confidence head.
+        verified: ℓ, drafts that the target scored.
+        accepted: drafts that were committed and returned.
+        next_token: the target's own token (correction or bonus); `None` when a draft token ended the row.
+        milliseconds: duration of the whole step, shared by the rows of a batch.
+    """
+
+    call: int
+    row: int
+    position: int
+    anchor: int
+    draft_tokens: list[int]
+    confidence: list[float] | None
+    survival: list[float] | None
+    verified: int
+    accepted: int
+    next_token: int | None
+    milliseconds: float
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens this round added to the row."""
+        return self.accepted + (self.next_token is not None)
+
+
+@dataclass
+class SpeculationStats:
+    """Statistics of the DSpark calls it saw; `rounds` fills while they run.
+
+    Attributes:
+        rounds: every round in order.
+        num_tokens: new tokens returned, the first of each row included.
+        calls: generate() calls.
+        path: of the last call: `"plain"` (our loop over transformers' caches), `"ragged"` (the static engine) or
+            `"target_only"` (no drafts were used).
+        captured: whether CUDA graphs ran.
+        reason: why this path, and what was not used.
+    """
+
+    rounds: list[Round] = field(default_factory=list)
+    num_tokens: int = 0
+    calls: int = 0
+    path: str = "plain"
+    captured: bool = False
+    reason: str = ""
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts proposed: γ in each round."""
+        return sum(len(r.draft_tokens) for r in self.rounds)
+
+    @property
+    def num_verified(self) -> int:
+        """Drafts scored by the target, Σℓ."""
+        return sum(r.verified for r in self.rounds)
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts committed and returned."""
+        return sum(r.accepted for r in self.rounds)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """τ: tokens committed by rounds / rounds, the target's own token included; 0.0 without rounds."""
+        return sum(r.num_committed for r in self.rounds) / len(self.rounds) if self.rounds else 0.0
+
+    @property
+    def expected_acceptance_length(self) -> float | None:
+        """What the confidence head expected τ to be: the mean of 1 + Σ a_j over verified slots; `None` without head."""
+        expected = [1 + sum(r.survival[: r.verified]) for r in self.rounds if r.survival is not None]
+        return sum(expected) / len(expected) if expected else None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / verified drafts; 0.0 if none was verified."""
+        verified = self.num_verified
+        return self.num_accepted / verified if verified else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float | None]:
+        """For each slot k: how often x_k was accepted when x_1..x_{k-1} were and x_k was tried; `None` if never tried."""
+        gamma = max((len(r.draft_tokens) for r in self.rounds), default=0)
+        tried, passed = [0] * gamma, [0] * gamma
+        for r in self.rounds:
+            rejected = r.next_token is not None and r.accepted < r.verified
+            for k in range(r.accepted + rejected):
+                tried[k] += 1
+                passed[k] += k < r.accepted
+        return [p / t if t else None for p, t in zip(passed, tried)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything above as plain Python values, for JSON."""
+        names = (
+            "num_rounds num_drafted num_verified num_accepted num_tokens mean_acceptance_length "
+            "expected_acceptance_length acceptance_rate acceptance_by_position path captured reason calls"
+        )
+        return {name: getattr(self, name) for name in names.split()} | {"rounds": [asdict(r) for r in self.rounds]}
+
+
+_ACTIVE: ContextVar[tuple[SpeculationStats, ...]] = ContextVar("hf_dspark_records", default=())
+
+
+@contextmanager
+def record() -> Iterator[SpeculationStats]:
+    """Collect the statistics of every DSpark call made inside the block, in this thread or async task only.
+
+    Records nest: an inner call counts in both.
+
+    ```python
+    with hf_dspark.record() as stats:
+        target.generate(**inputs, assistant_model=draft)
+    print(stats.mean_acceptance_length)
+    ```
+    """
+    stats = SpeculationStats()
+    token = _ACTIVE.set((*_ACTIVE.get(), stats))
+    try:
+        yield stats
+    finally:
+        _ACTIVE.reset(token)
+
+
+class CallRecord:
+    """One generate() call, written at once to its own statistics and to every active record."""
+
+    def __init__(self, path: str, reason: str):
+        self.stats = SpeculationStats()
+        self._all = (self.stats, *_ACTIVE.get())
+        self._index = {id(stats): stats.calls for stats in self._all}
+        for stats in self._all:
+            stats.calls += 1
+        self.explain(path, reason)
+
+    def explain(self, path: str, reason: str) -> None:
+        for stats in self._all:
+            stats.path, stats.reason = path, reason
+
+    def add_tokens(self, count: int) -> None:
+        for stats in self._all:
+            stats.num_tokens += count
+
+    def add_round(self, round: Round) -> None:
+        for stats in self._all:
+            stats.rounds.append(replace(round, call=self._index[id(stats)]))

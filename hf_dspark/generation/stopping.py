@@ -1,0 +1,79 @@
+"""`Transcript`: tokens are committed one by one, each under the criteria, records and streamer of plain generate()."""
+
+import torch
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+
+class Transcript:
+    """The growing text of one row.
+
+    A stopping criterion that becomes true at a token inside a block ends the text there: nothing after it is returned,
+    streamed or counted. End-of-text ids and length limits are compared on the host; any other criterion is called with
+    exactly the ids and scores that plain generate() would have shown it.
+
+    Attributes:
+        ids: [1, t] committed tokens, the prompt included.
+        scores, logits: one [1, V] entry a new token (processed and raw), or `None` when not asked for.
+        stopped: whether the text has ended.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        *,
+        keep_scores: bool,
+        keep_logits: bool,
+    ):
+        self.ids = input_ids
+        self.prompt_length = input_ids.shape[1]
+        self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None
+        self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
+        self.stopped = False
+        self._streamer = streamer
+        self._criteria = criteria
+        # Exact types only: a subclass may decide differently.
+        limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self._max_length = min(limits, default=None)
+        self._eos = {int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id}
+        self._all_known = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.ids.shape[1] - self.prompt_length
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that still fit under the length limit; `None` without one."""
+        return None if self._max_length is None else self._max_length - self.ids.shape[1]
+
+    def commit(self, tokens: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
+        """Commit `tokens` until one of them ends the text.
+
+        Args:
+            tokens: candidates in order.
+            scores, logits: [n, V] processed and raw logits that each token was chosen from.
+
+        Returns:
+            how many were committed.
+        """
+        new = torch.tensor([tokens], dtype=self.ids.dtype, device=self.ids.device)
+        for i, token in enumerate(tokens):
+            self.ids = torch.cat((self.ids, new[:, i : i + 1]), dim=-1)
+            if self.scores is not None:
+                self.scores += (scores[i : i + 1],)
+            if self.logits is not None:
+                self.logits += (logits[i : i + 1],)
+            self.stopped = self._ends(token)
+            if self._streamer is not None:
+                self._streamer.put(torch.tensor([token]))
+            if self.stopped:
+                return i + 1
+        return len(tokens)
+
+    def _ends(self, token: int) -> bool:
+        if self._all_known:
+            return token in self._eos or self.room == 0
+        return bool(self._criteria(self.ids, self.scores).all())

@@ -1,0 +1,62 @@
+"""The target's cache as the plain path uses it: rollback, attention views, and the draft context that travels with it."""
+
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from .._compat import CACHE_KEY
+from ..context import DraftContext
+from ..modeling_dspark import DSparkForCausalLM
+
+
+class TargetCache:
+    """One transformers cache during one call."""
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self.croppable = True
+        self._recording: list[Any] = []
+
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return int(self.cache.get_seq_length())
+
+    def start(self, outputs: ModelOutput) -> None:
+        """After prefill: layers that drop old states must keep them until each `forget`.
+
+        Before prefill this would keep the states of the whole prompt in sliding layers.
+        """
+        self.cache = outputs.get(CACHE_KEY, self.cache)
+        self.croppable = bool(self.cache.is_croppable)
+        if self.croppable:
+            self._recording = [layer for layer in self.cache.layers if getattr(layer, "record_past", None) is False]
+            self.cache.activate_past_recording()
+
+    def forget(self, num_tokens: int) -> None:
+        """Roll back the last tokens; 0 still lets sliding layers shrink to their window."""
+        if self.croppable:
+            self.cache.crop(-num_tokens)
+
+    def attention_step(self, attentions: tuple, i: int, drafts: int) -> tuple:
+        """Attentions of slot i of a block as the one-token step of plain generate() would have given them."""
+        return tuple(self._attention_slice(layer, index, i, drafts) for index, layer in enumerate(attentions))
+
+    def _attention_slice(self, attention: torch.Tensor | None, index: int, i: int, drafts: int) -> torch.Tensor | None:
+        if attention is None:
+            return None
+        end = attention.shape[-1] - drafts + i
+        layer = self.cache.layers[index] if index < len(self.cache.layers) else None
+        window = getattr(layer, "sliding_window", None)
+        return attention[:, :, i : i + 1, max(0, end - window) if window else 0 : end]
+
+    def draft_context(self, draft: DSparkForCausalLM) -> DraftContext | None:
+        """The context that an earlier call of this draft left with the cache (copies of a cache carry it along)."""
+        owner, context = getattr(self.cache, "_dspark_context", (None, None))
+        return context if owner == draft.context_owner else None
+
+    def release(self, draft: DSparkForCausalLM, context: DraftContext) -> None:
+        """End of the call: the cache is as plain generate() would leave it, plus the draft's context for the next turn."""
+        for layer in self._recording:
+            layer.record_past = False
+        self.cache._dspark_context = (draft.context_owner, context)
