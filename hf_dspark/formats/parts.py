@@ -1,0 +1,195 @@
+"""Parts of a draft that several families spell the same way: heads, block layout, taps, backbone.
+
+Each function returns fields of `DSparkConfig`. What the tensors show decides; a key that says otherwise is an error.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from .._hub_files import TensorInfo, listing
+from ..configuration_dspark import MARKOV_HEAD_TYPES, DSparkConfig
+from .keys import Keys
+
+Tensors = dict[str, TensorInfo]
+
+MARKOV_ALIASES = {"classical": "vanilla"}
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+# Flags that ask for attention or layers which this version's draft does not compute.
+REFUSED = ("is_causal", "causal", "use_swa", "attn_output_gate", "use_gemma_norm", "enable_moe_block")
+# What a deep copy of the target's config may bring along and a draft has no use for.
+LEAKED = ("vision_config", "audio_config", "num_experts", "quantization_config")
+
+
+def make_config(fields: dict[str, Any]) -> DSparkConfig:
+    """`DSparkConfig(**fields)`, every failed check a ValueError."""
+    try:
+        return DSparkConfig(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json does not describe a draft: {error}") from error
+    except KeyError as error:  # transformers' rotary checks
+        raise ValueError(f"config.json does not describe a draft: {error.args[0]}") from error
+
+
+def refuse_unsupported(keys: Keys) -> None:
+    """Raise for attention this version does not compute; note leaked keys that mean nothing here."""
+    for name in REFUSED:
+        if keys.get(name, "flag", False, nested=True):
+            raise ValueError(f"`{name}: true` asks for attention or layers that this version does not have.")
+    if keys.get("hidden_size_per_layer_input", "count", 0):
+        raise ValueError("`hidden_size_per_layer_input` is not 0: per-layer embeddings in a draft are not supported.")
+    types = keys.get("layer_types", "texts", None)
+    sliding = sorted(set(types or ()) - {"full_attention"})
+    if sliding:
+        raise ValueError(f"`layer_types` holds {', '.join(sliding)}; this version reads full_attention layers only.")
+    if types is None and keys.get("use_sliding_window", "flag", False) and keys.find("sliding_window")[0] is not None:
+        raise ValueError("`use_sliding_window: true` without `layer_types`: this version reads full attention only.")
+    for name in LEAKED:
+        if keys.find(name)[0] is not None:
+            keys.note(name, "ignored: a draft has no use for it and no tensor asks for it")
+
+
+def count_layers(tensors: Iterable[str]) -> int:
+    """Number of `layers.N.` groups."""
+    return len({match[1] for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))})
+
+
+def shape_of(tensors: Tensors, name: str, dimensions: int = 2) -> tuple[int, ...]:
+    """Shape of a tensor that must be there.
+
+    Raises:
+        ValueError: it is not, or has another number of dimensions.
+    """
+    if name not in tensors:
+        raise ValueError(f"The checkpoint lacks the tensor {name}. Download it again, or give the folder of a draft.")
+    shape = tensors[name].shape
+    if len(shape) != dimensions or 0 in shape:
+        raise ValueError(f"Tensor {name} has shape {list(shape)}; expected {dimensions} dimensions, none of them 0.")
+    return shape
+
+
+def taps(keys: Keys, tensors: Tensors, hidden_size: int) -> dict[str, Any]:
+    """`target_layer_ids` and `target_hidden_size`; the latter is what the columns of `fc` leave for each tap."""
+    ids = keys.get("target_layer_ids", "integers", nested=True)
+    rows, columns = shape_of(tensors, "fc.weight")
+    if not ids or columns % len(ids) or rows != hidden_size:
+        raise ValueError(
+            f"fc.weight is [{rows}, {columns}], which fits no {len(ids)} taps {ids} onto `hidden_size` {hidden_size}. "
+            "Check `target_layer_ids`."
+        )
+    width = columns // len(ids)
+    stated = keys.get("target_hidden_size", "size", width, nested=True)
+    if stated != width:
+        raise ValueError(
+            f"`target_hidden_size` is {stated}, but fc.weight has {columns} columns for {len(ids)} taps, {width} each."
+        )
+    return {"target_layer_ids": ids, "target_hidden_size": width}
+
+
+def block(keys: Keys, override: bool | None, default: bool, why: str) -> dict[str, Any]:
+    """`block_size` and the layout: the caller, else a key of the file, else the family's own layout.
+
+    Args:
+        override: the caller's `sample_from_anchor`.
+        default, why: the family's layout and its reason.
+    """
+    size = keys.get("block_size", "size", nested=True)
+    layout = default
+    for name in ("shift_label", "query_zero_predicts_next", "sample_from_anchor"):
+        stated = keys.get(name, "flag", None, nested=True)
+        if stated is not None:
+            layout, why = stated, f"the file says `{name}: {str(stated).lower()}`"
+    if override is not None:
+        if not isinstance(override, bool):
+            raise ValueError(f"`sample_from_anchor` must be True, False or None, got {override!r}.")
+        if override != layout:
+            why = f"set by the caller, against {'anchor-first' if layout else '1+N'} ({why})"
+        layout = override
+    drafts = size if layout else size - 1
+    text = f"{'anchor-first' if layout else '1+N'}, {drafts} drafts from {size} slots: {why}"
+    keys.note("layout", text, warn=override is not None)
+    runtime = keys.get("runtime_block_size", "size", None, nested=True)
+    if runtime is not None:
+        keys.note("runtime_block_size", f"{runtime} ignored: `num_assistant_tokens` sends fewer drafts", warn=True)
+    return {"block_size": size, "sample_from_anchor": layout}
+
+
+def markov_head(keys: Keys, tensors: Tensors) -> dict[str, Any]:
+    """Rank and kind of the Markov head."""
+    stored = sorted(name for name in tensors if name.startswith("markov_head."))
+    stated = keys.get("markov_rank", "count", None, nested=True)
+    if not stored:
+        if stated:
+            raise ValueError(
+                f"`markov_rank` is {stated}, but the file holds no markov_head.markov_w1.weight and "
+                "markov_head.markov_w2.weight. Download it again, or set `markov_rank` to 0 if it never had one."
+            )
+        return {"markov_rank": 0, "markov_head_type": "vanilla"}
+    rank = shape_of(tensors, "markov_head.markov_w1.weight")[1]
+    if stated is None:
+        keys.note("markov_rank", f"{rank}: the width of markov_head.markov_w1.weight, because config.json states none")
+    elif stated != rank:
+        raise ValueError(
+            f"`markov_rank` is {stated}, but the file holds {listing(stored)} of rank {rank}. Correct `markov_rank`; "
+            "the head is never dropped in silence."
+        )
+    extra = {"gated": "gate_proj", "rnn": "joint_proj"}
+    shown = next((kind for kind, part in extra.items() if f"markov_head.{part}.weight" in tensors), "vanilla")
+    kind = keys.get("markov_head_type", "text", None, nested=True)
+    known = MARKOV_ALIASES.get(kind, kind)
+    if known is not None and known not in MARKOV_HEAD_TYPES:
+        names = ", ".join((*MARKOV_HEAD_TYPES, *MARKOV_ALIASES))
+        raise ValueError(f"`markov_head_type` {kind!r} is unknown; known: {names}.")
+    if known is not None and known != shown:
+        raise ValueError(f"`markov_head_type` is {kind!r}, but the tensors {listing(stored)} make a {shown!r} head.")
+    if kind != shown:
+        keys.note("markov_head_type", f"{shown!r}: {f'another name of {kind!r}' if kind else 'what the tensors make'}")
+    return {"markov_rank": rank, "markov_head_type": shown}
+
+
+def confidence_head(keys: Keys, tensors: Tensors, hidden_size: int, markov_rank: int) -> dict[str, Any]:
+    """Presence, input and bias of the confidence head: [1, H] reads h_k alone, [1, H + r] also the Markov embedding."""
+    stored = sorted(name for name in tensors if name.startswith("confidence_head."))
+    stated = keys.get("enable_confidence_head", "flag", None, nested=True, alias="use_confidence_head")
+    with_markov = keys.get("confidence_head_with_markov", "flag", None, nested=True)
+    if not stored:
+        if stated:
+            raise ValueError(
+                "`enable_confidence_head` is true, but the file holds no confidence_head.proj.weight. Download it "
+                "again, or set the key to false."
+            )
+        return {"enable_confidence_head": False, "confidence_head_with_markov": False, "confidence_head_bias": True}
+    if stated is False:
+        raise ValueError(f"`enable_confidence_head` is false, but the file holds {listing(stored)}. Set it to true.")
+    name = "confidence_head.proj.weight"
+    shape = shape_of(tensors, name)
+    shown = {(1, hidden_size): False, (1, hidden_size + markov_rank): bool(markov_rank)}.get(shape)
+    if shown is None:
+        raise ValueError(
+            f"{name} is {list(shape)}; it must be [1, {hidden_size}] for `hidden_size` alone or "
+            f"[1, {hidden_size + markov_rank}] together with `markov_rank` {markov_rank}."
+        )
+    if with_markov is not None and with_markov != shown:
+        raise ValueError(
+            f"`confidence_head_with_markov` is {str(with_markov).lower()}, but {name} is {list(shape)}: hidden size "
+            f"{hidden_size}{' plus' if shown else ' without'} Markov rank {markov_rank}. Correct the key."
+        )
+    if with_markov is None:
+        keys.note("confidence_head_with_markov", f"{str(shown).lower()}: {name} is {list(shape)}")
+    bias = "confidence_head.proj.bias" in tensors
+    if not bias:
+        keys.note("confidence_head_bias", "0: the file holds none")
+    return {"enable_confidence_head": True, "confidence_head_with_markov": shown, "confidence_head_bias": bias}
+
+
+def dtype(keys: Keys) -> dict[str, Any]:
+    """The dtype that `dtype="auto"` loads in; without the key the tensors' own."""
+    name = keys.get("dtype", "text", None, alias="torch_dtype")
+    if name is None:
+        return {}
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"`dtype` {name!r} is not one of {', '.join(DTYPES)}.")
+    return {"dtype": name}
