@@ -87,9 +87,9 @@ class Oracle:
 
     def keys_and_values(self, x: torch.Tensor, positions: torch.Tensor, layer: str):
         """[n, H] -> keys and values [n, kv heads, head_dim]."""
-        key = self.linear(x, layer + "k_proj").view(len(x), -1, self.head_dim)
+        key = self.linear(x, layer + "k_proj").unflatten(-1, (-1, self.head_dim))
         has_value = self.weight(layer + "v_proj") is not None
-        value = self.linear(x, layer + "v_proj").view(len(x), -1, self.head_dim) if has_value else key
+        value = self.linear(x, layer + "v_proj").unflatten(-1, (-1, self.head_dim)) if has_value else key
         if self.gemma:
             value = rms_norm(value, None, self.eps)
         return rotate(self.norm(key, layer + "k_norm"), positions, self.theta, self.factor), value
@@ -98,7 +98,7 @@ class Oracle:
         """Block [γ, H] over context [S, H] at positions 0..S-1 and over all of itself at S..S+γ-1."""
         start = len(context)
         positions = torch.arange(start, start + len(x))
-        query = self.linear(x, layer + "q_proj").view(len(x), -1, self.head_dim)
+        query = self.linear(x, layer + "q_proj").unflatten(-1, (-1, self.head_dim))
         query = rotate(self.norm(query, layer + "q_norm"), positions, self.theta, self.factor)
         context_key, context_value = self.keys_and_values(context, torch.arange(start), layer)
         block_key, block_value = self.keys_and_values(x, positions, layer)

@@ -32,7 +32,7 @@ class Case:
         self.generation = json.loads((golden / "generation.json").read_text())
 
     def features(self, key: str) -> torch.Tensor:
-        """Context features [S, n_taps·H] of all positions before the anchor; a second round's file holds only its own."""
+        """Context features [S, n_taps·H] of all positions before the anchor; r1 has only its own."""
         prompt, number = key.split(".")
         before = [self.tensors[f"{prompt}.r{i}.context_features"] for i in range(int(number[1:]) + 1)]
         return torch.cat(before)

@@ -13,12 +13,14 @@ loader is in the path of every test.
 import functools
 import json
 import random
+import string
 import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 V = 64
 MASK = 63
@@ -67,7 +69,7 @@ FAMILIES = {
     "gemma2": {"model_type": "gemma2", "sliding_window": 6},
     "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 6},
     "gpt_neox": {"model_type": "gpt_neox"},
-    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_positions": 512},
+    "gpt2": {"model_type": "gpt2"},
 }  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def perm_target(layers: int = 6, dtype: torch.dtype = torch.float32) -> Qwen3For
 def random_target(family: str = "qwen3", *, layers: int = 6, dtype: torch.dtype = torch.float32, seed: int = 0,
                   attention: str | None = None, **extra):  # fmt: skip
     """T-rand of a `FAMILIES` entry with `attention` implementation; `extra` are config fields (hashable)."""
-    settings = SHAPE | {"num_hidden_layers": layers, "n_layer": layers} | FAMILIES[family] | extra
+    settings = SHAPE | {"num_hidden_layers": layers} | FAMILIES[family] | extra
     if "layer_types" in settings:
         settings["layer_types"] = list(settings["layer_types"])[:layers]
     torch.manual_seed(seed)
@@ -120,6 +122,16 @@ def random_target(family: str = "qwen3", *, layers: int = 6, dtype: torch.dtype 
             elif "norm" in name or "ln_" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens without spaces between them: letters, and for ids 52..61 a digit twice."""
+    words = [*string.ascii_letters, *(2 * digit for digit in string.digits), "_", "#"]
+    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="_"))
+    model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=model)
 
 
 # ---- drafts: DeepSpec folders
@@ -240,7 +252,7 @@ def markov_draft(table: torch.Tensor, *, confidence: torch.Tensor | None = None,
 
 
 def guided_files(table: torch.Tensor, *, gamma: int = 4, seed: int = 1, target_hidden: int = 64, **settings):
-    """(config, tensors) of a random draft led by a Markov table, so that drafts get accepted and yet depend on context."""
+    """(config, tensors) of a random draft led by a Markov table: accepted, yet dependent on context."""
     vocab = table.shape[0]
     config = draft_config(**({"vocab": vocab, "rank": vocab, "gamma": gamma} | settings))
     tensors = draft_tensors(config, seed=seed, target_hidden=target_hidden)
