@@ -17,6 +17,7 @@ from .._hub_files import TensorInfo, listing, read_config, read_headers, resolve
 from ..configuration_dspark import DSparkConfig
 from . import deepspec, own
 from .keys import labels
+from .parts import check_sizes
 from .refusals import refuse_other_families, refuse_quantised
 
 logger = logging.get_logger(__name__)
@@ -63,10 +64,12 @@ def open_checkpoint(
     if not _may_be_draft(raw):
         raise ValueError(_not_a_draft(path_or_id, raw))
     folder = resolve_folder(path_or_id, **hub_kwargs)
+    raw = read_config(folder)  # again, in case the repository has moved on in between
     tensors = read_headers(folder)
     family = detect(raw, tensors)
     refuse_quantised({name: info.dtype for name, info in tensors.items()})
     config, renames = family.read(raw, tensors, sample_from_anchor=sample_from_anchor)
+    check_sizes(config, {new: tensors[old].shape for old, new in renames.items()})
     code = sorted(path.name for path in folder.glob("*.py"))
     if code or raw.get("auto_map"):
         why = f"{listing(code) or '`auto_map`'} of the checkpoint is never run: this package has its own classes"

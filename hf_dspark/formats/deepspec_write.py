@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .._hub_files import TensorInfo
 from ..configuration_dspark import DSparkConfig
 from .keys import Keys
 
@@ -20,19 +19,21 @@ ALIASES = {
 }
 
 
-def changed_keys(config: DSparkConfig, reread: Callable[[dict[str, TensorInfo]], DSparkConfig]) -> dict[str, Any]:
+def changed_keys(config: DSparkConfig, foreign: dict[str, Any], reread: Callable[[], DSparkConfig]) -> dict[str, Any]:
     """The file's own keys, with new values where the config has changed since it was read.
 
     Args:
-        config: with `foreign` set.
-        reread: translates `config.foreign` once more, given the tensors that the config stands for.
+        foreign: the keys as the file had them.
+        reread: translates them once more, given the tensors that the config stands for now.
     """
     after = all_keys(config)
     try:
-        before = all_keys(reread(stored_tensors(config)))
+        before = all_keys(reread())
     except ValueError:  # the sizes themselves have changed, so every key is written
         before = {}
-    result = copy.deepcopy(config.foreign)
+    if not {"dtype", "torch_dtype"} & foreign.keys():  # then the tensors' own dtype counts
+        after.pop("dtype", None)
+    result = copy.deepcopy(foreign)
     for key in sorted(after.keys() | before.keys()):
         if key in after and key in before and after[key] == before[key]:
             continue
@@ -107,7 +108,7 @@ def _qwen3_keys(config: DSparkConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": config.hidden_act,
         "num_key_value_heads": config.num_key_value_heads,
-        "rope_parameters": dict(config.rope_parameters),
+        "rope_parameters": dict(config.rope_parameters or {}),
         "sliding_window": None,
         "use_sliding_window": False,
     }
@@ -129,37 +130,6 @@ def _gemma4_keys(config: DSparkConfig) -> dict[str, Any]:
         "num_global_key_value_heads": config.num_key_value_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "num_kv_shared_layers": 0,
-        "rope_parameters": {"full_attention": dict(config.rope_parameters), "sliding_attention": sliding},
+        "rope_parameters": {"full_attention": dict(config.rope_parameters or {}), "sliding_attention": sliding},
         "vocab_size_per_layer_input": config.vocab_size,
     }
-
-
-def stored_tensors(config: DSparkConfig) -> dict[str, TensorInfo]:
-    """The tensors by which a reader recognises the sizes of this draft."""
-    hidden, rank, dim = config.hidden_size, config.markov_rank, config.head_dim
-    keys = config.num_key_value_heads * dim
-    shapes = {f"layers.{i}.self_attn.q_proj.weight": (config.num_attention_heads * dim, hidden)
-              for i in range(config.num_hidden_layers)}  # fmt: skip
-    shapes |= {
-        "fc.weight": (hidden, config.context_size),
-        "layers.0.self_attn.k_proj.weight": (keys, hidden),
-        "layers.0.mlp.gate_proj.weight": (config.intermediate_size, hidden),
-    }
-    if not config.value_from_key:
-        shapes["layers.0.self_attn.v_proj.weight"] = (keys, hidden)
-    if config.sandwich_norms:
-        shapes["layers.0.pre_feedforward_layernorm.weight"] = (hidden,)
-    for name, stored in (("embed_tokens", config.has_embed_tokens), ("lm_head", config.has_lm_head)):
-        if stored:
-            shapes[f"{name}.weight"] = (config.vocab_size, hidden)
-    if rank:
-        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
-        part = {"gated": ("gate_proj", rank), "rnn": ("joint_proj", 3 * rank)}.get(config.markov_head_type)
-        if part is not None:
-            shapes[f"markov_head.{part[0]}.weight"] = (part[1], hidden)
-    if config.enable_confidence_head:
-        width = hidden + (rank if config.confidence_head_with_markov else 0)
-        shapes["confidence_head.proj.weight"] = (1, width)
-        if config.confidence_head_bias:
-            shapes["confidence_head.proj.bias"] = (1,)
-    return {name: TensorInfo(shape, "F32", "") for name, shape in shapes.items()}

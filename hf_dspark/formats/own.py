@@ -16,7 +16,7 @@ def read(
     raw: dict[str, Any], tensors: Tensors, *, sample_from_anchor: bool | None = None
 ) -> tuple[DSparkConfig, dict[str, str]]:
     """The config as it stands; `sample_from_anchor` overrules its layout. Tensor names are the parameter names."""
-    fields = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
+    fields = {name: raw[name] for name in raw.keys() & DSparkConfig.__dataclass_fields__.keys()}
     if sample_from_anchor is not None:
         fields["sample_from_anchor"] = sample_from_anchor
     return make_config(fields), {name: name for name in tensors}

@@ -4,7 +4,6 @@ Each function returns fields of `DSparkConfig`. What the tensors show decides; a
 """
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -14,6 +13,7 @@ from ..configuration_dspark import MARKOV_HEAD_TYPES, DSparkConfig
 from .keys import Keys
 
 Tensors = dict[str, TensorInfo]
+Shape = tuple[int, ...]
 
 MARKOV_ALIASES = {"classical": "vanilla"}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -24,13 +24,60 @@ LEAKED = ("vision_config", "audio_config", "num_experts", "quantization_config")
 
 
 def make_config(fields: dict[str, Any]) -> DSparkConfig:
-    """`DSparkConfig(**fields)`, every failed check a ValueError."""
+    """`DSparkConfig(**fields)`; whatever transformers' own checks of a config raise becomes a ValueError."""
     try:
         return DSparkConfig(**fields)
-    except StrictDataclassError as error:
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"config.json does not describe a draft: {error}") from error
-    except KeyError as error:  # transformers' rotary checks
-        raise ValueError(f"config.json does not describe a draft: {error.args[0]}") from error
+
+
+def principal_shapes(config: DSparkConfig) -> dict[str, Shape]:
+    """The parameters that show every size of a draft, without building it."""
+    hidden, rank, dim = config.hidden_size, config.markov_rank, config.head_dim
+    keys = config.num_key_value_heads * dim
+    shapes: dict[str, Shape] = {"fc.weight": (hidden, config.context_size)}
+    for i in range(config.num_hidden_layers):
+        shapes[f"layers.{i}.self_attn.q_proj.weight"] = (config.num_attention_heads * dim, hidden)
+        shapes[f"layers.{i}.self_attn.k_proj.weight"] = (keys, hidden)
+        shapes[f"layers.{i}.mlp.gate_proj.weight"] = (config.intermediate_size, hidden)
+        if not config.value_from_key:
+            shapes[f"layers.{i}.self_attn.v_proj.weight"] = (keys, hidden)
+        if config.sandwich_norms:
+            shapes[f"layers.{i}.pre_feedforward_layernorm.weight"] = (hidden,)
+    for name, stored in (("embed_tokens", config.has_embed_tokens), ("lm_head", config.has_lm_head)):
+        if stored:
+            shapes[f"{name}.weight"] = (config.vocab_size, hidden)
+    if rank:
+        shapes |= {f"markov_head.markov_w{i}.weight": (config.vocab_size, rank) for i in (1, 2)}
+    if config.markov_head_type == "gated":
+        shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
+    if config.markov_head_type == "rnn":
+        shapes["markov_head.joint_proj.weight"] = (3 * rank, hidden + 2 * rank)
+    if config.enable_confidence_head:
+        shapes["confidence_head.proj.weight"] = (1, hidden + (rank if config.confidence_head_with_markov else 0))
+        if config.confidence_head_bias:
+            shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
+def check_sizes(config: DSparkConfig, stored: dict[str, Shape]) -> None:
+    """Compare the sizes of a config with the parameters of its file, before anything is built from them.
+
+    Raises:
+        ValueError: they disagree; names the tensor or key.
+    """
+    found = len({match[1] for name in stored if (match := re.match(r"layers\.(\d+)\.", name))})
+    if found != config.num_hidden_layers:
+        raise ValueError(f"`num_hidden_layers` is {config.num_hidden_layers}, but the file holds {found} layers.")
+    if config.head_dim % 2:
+        raise ValueError(f"The head size {config.head_dim} is odd, but rotary embeddings turn pairs.")
+    for name, shape in principal_shapes(config).items():
+        if stored.get(name, shape) != shape:
+            raise ValueError(
+                f"{name} is {list(stored[name])}, but config.json makes it {list(shape)} (vocabulary "
+                f"{config.vocab_size}, width {config.hidden_size}, MLP {config.intermediate_size}, "
+                f"{config.num_attention_heads} and {config.num_key_value_heads} heads of {config.head_dim})."
+            )
 
 
 def refuse_unsupported(keys: Keys) -> None:
@@ -49,11 +96,6 @@ def refuse_unsupported(keys: Keys) -> None:
     for name in LEAKED:
         if keys.find(name)[0] is not None:
             keys.note(name, "ignored: a draft has no use for it and no tensor asks for it")
-
-
-def count_layers(tensors: Iterable[str]) -> int:
-    """Number of `layers.N.` groups."""
-    return len({match[1] for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))})
 
 
 def shape_of(tensors: Tensors, name: str, dimensions: int = 2) -> tuple[int, ...]:
@@ -101,6 +143,7 @@ def block(keys: Keys, override: bool | None, default: bool, why: str) -> dict[st
         stated = keys.get(name, "flag", None, nested=True)
         if stated is not None:
             layout, why = stated, f"the file says `{name}: {str(stated).lower()}`"
+    stated_layout = layout
     if override is not None:
         if not isinstance(override, bool):
             raise ValueError(f"`sample_from_anchor` must be True, False or None, got {override!r}.")
@@ -109,7 +152,7 @@ def block(keys: Keys, override: bool | None, default: bool, why: str) -> dict[st
         layout = override
     drafts = size if layout else size - 1
     text = f"{'anchor-first' if layout else '1+N'}, {drafts} drafts from {size} slots: {why}"
-    keys.note("layout", text, warn=override is not None)
+    keys.note("layout", text, warn=override not in (None, stated_layout))
     runtime = keys.get("runtime_block_size", "size", None, nested=True)
     if runtime is not None:
         keys.note("runtime_block_size", f"{runtime} ignored: `num_assistant_tokens` sends fewer drafts", warn=True)
@@ -165,7 +208,8 @@ def confidence_head(keys: Keys, tensors: Tensors, hidden_size: int, markov_rank:
         raise ValueError(f"`enable_confidence_head` is false, but the file holds {listing(stored)}. Set it to true.")
     name = "confidence_head.proj.weight"
     shape = shape_of(tensors, name)
-    shown = {(1, hidden_size): False, (1, hidden_size + markov_rank): bool(markov_rank)}.get(shape)
+    inputs: dict[Shape, bool] = {(1, hidden_size): False, (1, hidden_size + markov_rank): bool(markov_rank)}
+    shown = inputs.get(shape)
     if shown is None:
         raise ValueError(
             f"{name} is {list(shape)}; it must be [1, {hidden_size}] for `hidden_size` alone or "

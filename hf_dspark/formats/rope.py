@@ -98,7 +98,7 @@ def _check(rope: dict[str, Any]) -> None:
         positive += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     positive += [key for key in ("factor", "partial_rotary_factor", "original_max_position_embeddings") if key in rope]
     for key in positive:
-        value = rope.get(key)
+        value: Any = rope.get(key)
         if not is_number(value) or value <= 0:
             raise ValueError(
                 f"`{key}` of the rotary parameters must be a positive number for {rope['rope_type']!r}, got {value!r}."
