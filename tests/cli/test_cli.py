@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
-import tiny
 
 import hf_dspark
+import tiny
 from hf_dspark import default_pair
 from hf_dspark.cli import generate as generate_module
 from hf_dspark.cli import main
