@@ -150,13 +150,13 @@ class DSparkConfig(PreTrainedConfig):
     def _check_taps(self):
         ids = self.target_layer_ids
         if not ids or any(i < -1 for i in ids) or len(set(ids)) != len(ids):
-            raise ValueError(
-                f"`target_layer_ids` {ids} must be distinct layer numbers from -1 (embeddings) up to the target's depth."
-            )
+            raise ValueError(f"`target_layer_ids` {ids} must be distinct layer numbers, -1 (embeddings) or more.")
 
     def _check_heads(self):
         if self.markov_rank < 0:
-            raise ValueError(f"`markov_rank` must be >= 0, got {self.markov_rank}. Use 0 for a draft without Markov head.")
+            raise ValueError(
+                f"`markov_rank` must be >= 0, got {self.markov_rank}. Use 0 for a draft without Markov head."
+            )
         if self.markov_rank and self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
                 f"`markov_head_type` {self.markov_head_type!r} is unknown; known: {', '.join(MARKOV_HEAD_TYPES)}."
@@ -168,7 +168,9 @@ class DSparkConfig(PreTrainedConfig):
             )
         temperatures = self.confidence_temperatures
         if temperatures is not None:
-            bad = len(temperatures) != self.num_draft_tokens or any(not (t > 0 and math.isfinite(t)) for t in temperatures)
+            bad = len(temperatures) != self.num_draft_tokens or any(
+                not (t > 0 and math.isfinite(t)) for t in temperatures
+            )
             if bad:
                 raise ValueError(
                     f"`confidence_temperatures` must be {self.num_draft_tokens} positive numbers, got {temperatures}."

@@ -28,9 +28,7 @@ class DraftContext:
             self._write(i, keys, values)
         self.length += added
 
-    def with_block(
-        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of context and block, [B, kv_heads, length + n, head_dim]; the context keeps its length."""
         self._reserve(keys.shape[2])
         self._write(layer_idx, keys, values)

@@ -14,7 +14,14 @@ from .configuration_dspark import DSparkConfig
 
 HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
 # AutoModel passes these on; they concern code or pickle files of a repository, neither of which is ever used.
-UNUSED_ARGUMENTS = ("trust_remote_code", "code_revision", "adapter_kwargs", "use_safetensors", "_from_auto", "_commit_hash")
+UNUSED_ARGUMENTS = (
+    "trust_remote_code",
+    "code_revision",
+    "adapter_kwargs",
+    "use_safetensors",
+    "_from_auto",
+    "_commit_hash",
+)
 
 
 def load_draft(
@@ -38,7 +45,12 @@ def load_draft(
     formats.check_tensors(checkpoint, expected)
     renames = {f"^{re.escape(old)}$": new for old, new in checkpoint.renames.items() if old != new}
     return load(
-        checkpoint.folder, *model_args, config=checkpoint.config, key_mapping=renames or None, use_safetensors=True, **kwargs
+        checkpoint.folder,
+        *model_args,
+        config=checkpoint.config,
+        key_mapping=renames or None,
+        use_safetensors=True,
+        **kwargs,
     )
 
 

@@ -1,7 +1,7 @@
 """The DSpark draft: a DFlash backbone that denoises a whole block at once, with Markov and confidence heads on top.
 
-One config-driven class covers Qwen3-style and Gemma4-style blocks. Parameter names are DeepSpec's, so its checkpoints need
-no renaming. The life of a draft within a round: `append_context` stores keys and values of newly committed tokens,
+One config-driven class covers Qwen3-style and Gemma4-style blocks. Parameter names are DeepSpec's, so its checkpoints
+need no renaming. The life of a draft within a round: `append_context` stores keys and values of newly committed tokens,
 `forward` runs a block over them, `propose` adds the sequential walk.
 """
 
@@ -15,111 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    eager_attention_forward,
-    rotate_half,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .configuration_dspark import DSparkConfig
 from .context import DraftContext
 from .heads import MARKOV_HEADS, ConfidenceHead
+from .layers import DSparkLayer
 from .target import TargetVocabulary, share_vocabulary
 
 if TYPE_CHECKING:
     from .proposal import DraftBlock
-
-Rope = tuple[torch.Tensor, torch.Tensor]
-
-
-def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate x [B, n, heads, head_dim] by cos and sin [B or 1, n, head_dim]."""
-    cos, sin = rope[0].unsqueeze(2), rope[1].unsqueeze(2)
-    return x * cos + rotate_half(x) * sin
-
-
-class DSparkAttention(nn.Module):
-    """Attention of a block over the context and over itself, both ways."""
-
-    is_causal = False
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        if not config.value_from_key:
-            self.v_proj = nn.Linear(config.hidden_size, key_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def key_value_projections(self) -> list[nn.Linear]:
-        return [self.k_proj] if self.config.value_from_key else [self.k_proj, self.v_proj]
-
-    def keys_values(self, projected: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output of the key and value projections [B, n, ·] -> keys, values [B, kv_heads, n, head_dim]."""
-        heads = projected.unflatten(-1, (-1, self.config.num_key_value_heads, self.head_dim))
-        keys, values = heads[..., 0, :, :], heads[..., -1, :, :]
-        if self.config.value_norm:
-            values = F.rms_norm(values, (self.head_dim,), eps=self.config.rms_norm_eps)
-        return apply_rope(self.k_norm(keys), rope).transpose(1, 2), values.transpose(1, 2)
-
-    def forward(self, hidden: torch.Tensor, rope: Rope, context: DraftContext) -> torch.Tensor:
-        """`hidden` [B, n, H] -> [B, n, H]; the block's own keys and values are only scratch in `context`."""
-        queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        queries = apply_rope(queries, rope).transpose(1, 2)
-        projected = torch.cat([projection(hidden) for projection in self.key_value_projections()], dim=-1)
-        keys, values = context.with_block(self.layer_idx, *self.keys_values(projected, rope))
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attention(self, queries, keys, values, None, dropout=0.0, scaling=self.scaling)
-        return self.o_proj(output.flatten(2))
-
-
-class DSparkMLP(nn.Module):
-    def __init__(self, config: DSparkConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-class DSparkLayer(nn.Module):
-    """One draft layer. With `sandwich_norms` the sub-layers' outputs are normed too and a scalar closes the layer."""
-
-    def __init__(self, config: DSparkConfig, layer_idx: int):
-        super().__init__()
-        self.sandwich_norms = config.sandwich_norms
-        self.self_attn = DSparkAttention(config, layer_idx)
-        self.mlp = DSparkMLP(config)
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if config.sandwich_norms:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-            self.register_buffer("layer_scalar", torch.ones(1))
-        for name in norms:
-            setattr(self, name, Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
-
-    def forward(self, hidden: torch.Tensor, rope: Rope, context: DraftContext) -> torch.Tensor:
-        attended = self.self_attn(self.input_layernorm(hidden), rope, context)
-        if not self.sandwich_norms:
-            hidden = hidden + attended
-            return hidden + self.mlp(self.post_attention_layernorm(hidden))
-        hidden = hidden + self.post_attention_layernorm(attended)
-        hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
-        return hidden * self.layer_scalar
 
 
 @dataclass(frozen=True)
@@ -185,8 +90,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
     def attach_target(self, target: PreTrainedModel) -> "DSparkForCausalLM":
         """Share the target's embeddings and head when the file has none, and check that the two fit.
 
-        `generate()` does this by itself. The target's modules are referenced, not owned: they are in no state dict and do
-        not move with the draft.
+        `generate()` does this by itself. The target's modules are referenced, not owned: they are in no state dict and
+        do not move with the draft.
 
         Raises:
             ValueError: for a pair that does not fit, with both numbers.
@@ -205,8 +110,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             return self._vocabulary
         if not (self.config.has_embed_tokens and self.config.has_lm_head):
             raise ValueError(
-                "This draft stores no embeddings or head of its own. Call `draft.attach_target(target)` first, or pass it "
-                "to `target.generate(assistant_model=draft)`."
+                "This draft stores no embeddings or head of its own. Call `draft.attach_target(target)` first, or pass "
+                "it to `target.generate(assistant_model=draft)`."
             )
         return TargetVocabulary(None, None, self.config.vocab_size, self.device, self.dtype)
 
@@ -225,7 +130,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         hidden = self.hidden_norm(self.fc(features))
         rope = self.rotary_emb(hidden, positions)
         projected = F.linear(hidden, *self._context_projection()).chunk(len(self.layers), dim=-1)
-        context.append([layer.self_attn.keys_values(x, rope) for layer, x in zip(self.layers, projected)])
+        context.append([layer.self_attn.keys_values(x, rope) for layer, x in zip(self.layers, projected, strict=True)])
 
     def forward(
         self,
@@ -292,8 +197,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
     def _context_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the key and value projections of all layers as one matrix.
 
-        The layers' own weights are made views of the matrix, so it costs no memory and follows every in-place change. After
-        a move to another device or dtype the views are gone, which the addresses show, and it is built anew.
+        The layers' own weights are made views of the matrix, so it costs no memory and follows every in-place change.
+        After a move to another device or dtype the views are gone, which the addresses show, and it is built anew.
         """
         linears = [linear for layer in self.layers for linear in layer.self_attn.key_value_projections()]
         weights = [linear.weight for linear in linears]
@@ -302,12 +207,12 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             return torch.cat(weights), bias
         sizes = [weight.shape[0] for weight in weights]
         if self._fused is None or any(
-            weight.data_ptr() != view.data_ptr() for weight, view in zip(weights, self._fused.split(sizes))
+            weight.data_ptr() != view.data_ptr() for weight, view in zip(weights, self._fused.split(sizes), strict=True)
         ):
             # An inference tensor as a parameter could never be trained again.
             with torch.inference_mode(False), torch.no_grad():
                 self._fused = torch.cat([weight.detach() for weight in weights])
-                for weight, view in zip(weights, self._fused.split(sizes)):
+                for weight, view in zip(weights, self._fused.split(sizes), strict=True):
                     weight.data = view
         return self._fused, bias
 
@@ -327,8 +232,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         Args:
             pretrained_model_name_or_path: folder or repository id.
             sample_from_anchor: overrules the block layout that the file states or implies.
-            config: a `DSparkConfig` replaces what the file says; any other config is ignored, the file's own keys decide.
-            kwargs: as in transformers (`dtype`, `device_map`, `revision`, `cache_dir`, `token`, ...).
+            config: a `DSparkConfig` replaces what the file says; any other config is ignored, the file's own keys
+            decide. kwargs: as in transformers (`dtype`, `device_map`, `revision`, `cache_dir`, `token`, ...).
 
         Raises:
             ValueError: for anything that is not a DSpark checkpoint this version reads, or with missing, unknown or
@@ -337,7 +242,13 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         from .files import load_draft
 
         return load_draft(
-            cls, super().from_pretrained, pretrained_model_name_or_path, sample_from_anchor, config, *model_args, **kwargs
+            cls,
+            super().from_pretrained,
+            pretrained_model_name_or_path,
+            sample_from_anchor,
+            config,
+            *model_args,
+            **kwargs,
         )
 
     def save_pretrained(

@@ -41,7 +41,11 @@ class DraftBlock:
 
 
 def markov_walk(
-    input_ids: torch.Tensor, base_logits: torch.Tensor, markov: MarkovLogitsProcessor, vocabulary_size: int, choose: Choose
+    input_ids: torch.Tensor,
+    base_logits: torch.Tensor,
+    markov: MarkovLogitsProcessor,
+    vocabulary_size: int,
+    choose: Choose,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the drafts of a block from left to right (paper, sequential stage). The only such loop in the package.
 
@@ -85,9 +89,7 @@ class Proposer:
         positions = torch.arange(position, position + config.block_size, device=draft.device).unsqueeze(0)
         backbone = draft(block_ids, positions, self.context, self.vocabulary)
         self.markov.begin(backbone.hidden_states)
-        tokens, logits, scores = markov_walk(
-            input_ids, backbone.base_logits, self.markov, self.vocabulary.size, choose
-        )
+        tokens, logits, scores = markov_walk(input_ids, backbone.base_logits, self.markov, self.vocabulary.size, choose)
         prev = torch.cat((input_ids[:, -1:], tokens[:, :-1]), dim=1)
         confidence_logits = self._confidence_logits(backbone, prev)
         survival = None
@@ -102,9 +104,9 @@ class Proposer:
         head = self.draft.confidence_head
         if head is None:
             return None
-        embedding = None
-        if head.with_markov:
-            embedding = self.draft.markov_head.embed(prev.clamp(max=self.draft.config.vocab_size - 1))
+        embedding, markov_head = None, self.draft.markov_head
+        if head.with_markov and markov_head is not None:
+            embedding = markov_head.embed(prev.clamp(max=self.draft.config.vocab_size - 1))
         return head(backbone.hidden_states, embedding)
 
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from .configuration_dspark import DSparkConfig
 
-# Vocabularies of one tokenizer differ by the rows that pad an embedding to a round number, never by more than this share.
+# Vocabularies of one tokenizer differ by the rows that pad an embedding to a round number, never by more than this
+# share.
 MAX_PADDING_SHARE = 0.01
 
 
@@ -15,7 +16,8 @@ def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int])
     """Concatenate the tapped hidden states on the feature axis (paper, context features).
 
     Args:
-        hidden_states_or_outputs: a tuple as `output_hidden_states` gives it (entry 0 the embeddings, entry i+1 the output
+        hidden_states_or_outputs: a tuple as `output_hidden_states` gives it (entry 0 the embeddings, entry i+1 the
+        output
             of layer i, the last entry after the final norm), or a model output that has one. Entries that no tap needs
             may be `None`. Each entry is [B, S, H_target].
         target_layer_ids: taps; id i reads entry i+1 and -1 the embeddings.
@@ -55,9 +57,11 @@ class TargetVocabulary(NamedTuple):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids -> embeddings, the factor of the target's family included."""
+        assert self.embeddings is not None
         return self.embeddings(ids.to(_device_of(self.embeddings, self.device)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
         return self.head(hidden.to(device=_device_of(self.head, self.device), dtype=self.dtype))
 
 
@@ -93,8 +97,8 @@ def _check_vocabulary(config: DSparkConfig, target: nn.Module, text: Any) -> Non
     padding = abs(config.vocab_size - text.vocab_size)
     if padding > MAX_PADDING_SHARE * max(config.vocab_size, text.vocab_size):
         raise ValueError(
-            f"The draft has a vocabulary of {config.vocab_size}, the target one of {text.vocab_size}; more than padding "
-            "lies between them. Draft and target must share one tokenizer."
+            f"The draft has a vocabulary of {config.vocab_size}, the target one of {text.vocab_size}; more than "
+            "padding lies between them. Draft and target must share one tokenizer."
         )
     if not (config.has_embed_tokens and config.has_lm_head) and config.hidden_size != text.hidden_size:
         raise ValueError(

@@ -34,8 +34,9 @@ class Proposal:
 class DSparkCandidateGenerator(CandidateGenerator):
     """Drafts for one sequence of one generate() call.
 
-    Two steps a round: `observe` turns the target's hidden states of newly committed tokens into draft context, `propose`
-    gives the next block. `get_candidates` does both in the form that transformers' own assisted decoding expects.
+    Two steps a round: `observe` turns the target's hidden states of newly committed tokens into draft context,
+    `propose` gives the next block. `get_candidates` does both in the form that transformers' own assisted decoding
+    expects.
 
     Args:
         draft, target: the pair; it is checked here.

@@ -1,9 +1,9 @@
 """The one seam into transformers: generate() calls with a DSpark draft come here, all others pass through untouched.
 
-Three methods of `GenerationMixin` are wrapped, once: `_prepare_generation_config` notes which assistant options the caller
-gave (generate() fills in others by itself), `_validate_generation_mode` gives our reasons instead of messages about other
-kinds of assistants, and `_assisted_decoding` hands over to our loop. transformers' own assisted loop is not used: it misses
-stop conditions inside a block, feeds a prefilled cache again and drops chunked prefill.
+Three methods of `GenerationMixin` are wrapped, once: `_prepare_generation_config` notes which assistant options the
+caller gave (generate() fills in others by itself), `_validate_generation_mode` gives our reasons instead of messages
+about other kinds of assistants, and `_assisted_decoding` hands over to our loop. transformers' own assisted loop is not
+used: it misses stop conditions inside a block, feeds a prefilled cache again and drops chunked prefill.
 """
 
 import functools
@@ -40,7 +40,7 @@ def install() -> None:
     ):
         original = getattr(GenerationMixin, name)
         if not getattr(original, "_dspark_hook", False):
-            wrapped = wrapper(original)
+            wrapped: Any = wrapper(original)
             wrapped._dspark_hook = True
             setattr(GenerationMixin, name, wrapped)
 
@@ -50,7 +50,8 @@ def _remember_options(original: Callable) -> Callable:
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
         named = named_options(generation_config, kwargs)
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
-        setattr(prepared, NAMED_BY_CALLER, named)
+        if named:
+            setattr(prepared, NAMED_BY_CALLER, named)
         return prepared, model_kwargs
 
     return _prepare_generation_config

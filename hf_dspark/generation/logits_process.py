@@ -9,8 +9,8 @@ from ..heads import VanillaMarkovHead
 class MarkovLogitsProcessor(LogitsProcessor):
     """Adds the Markov bias B_k(x_{k-1}) to the base logits of the next slot of a block.
 
-    `begin` opens a block; each call after it serves the next slot and carries the state of an rnn head. With `head=None`
-    (a draft without Markov head) the scores pass unchanged.
+    `begin` opens a block; each call after it serves the next slot and carries the state of an rnn head. With
+    `head=None` (a draft without Markov head) the scores pass unchanged.
 
     ```python
     markov = MarkovLogitsProcessor(draft.markov_head)

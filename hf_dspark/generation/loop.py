@@ -26,7 +26,8 @@ from .verify import verify
 class PrefillRecorder:
     """The target as transformers' `_prefill` sees it, keeping the tapped features of every chunk.
 
-    `_prefill` returns the outputs of the last chunk only, and a hook on the target would see the calls of other threads.
+    `_prefill` returns the outputs of the last chunk only, and a hook on the target would see the calls of other
+    threads.
     """
 
     def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]):
@@ -111,6 +112,9 @@ class PlainLoop:
         recorder = PrefillRecorder(self.target, self.draft.config.target_layer_ids)
         outputs = type(self.target)._prefill(recorder, self.transcript.ids, self.config, self.kwargs)
         self.cache.start(outputs)
+        if not self.cache.croppable:
+            name = type(self.cache.cache).__name__
+            self.record.explain("target_only", f"{name} of {type(self.target).__name__} cannot be rolled back")
         features = recorder.features()
         mask = self.kwargs.get("attention_mask")
         if mask is not None:
@@ -158,9 +162,8 @@ class PlainLoop:
             states.append(self._extended(states[-1]))
         outputs = self._forward(torch.cat((ids, drafts[None]), dim=-1), len(drafts) + 1, states[-1])
         logits = outputs.logits[0, -len(drafts) - 1 :].to(dtype=torch.float32, device=ids.device)
-        q = None
-        if self.config.do_sample:
-            q = logits.new_empty((0, logits.shape[-1])) if proposal is None else proposal.q.to(ids.device)
+        q = proposal.q if proposal is not None else logits[:0] if self.config.do_sample else None
+        q = None if q is None else q.to(ids.device)
         committed, accepted = verify(self.transcript, drafts, q, logits, self.processors)
 
         self.cache.forget(len(drafts) + 1 - committed)

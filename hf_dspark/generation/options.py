@@ -9,17 +9,17 @@ from ..modeling_dspark import DSparkForCausalLM
 
 # What generate() writes into a config when nobody said anything.
 FILLED_BY_GENERATE = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-# Set by the hook on the config of a call: the names among the above that the caller gave.
+# Set by the hook on the config of a call, where the caller gave any: the names among the above that were given.
 NAMED_BY_CALLER = "_dspark_named_options"
 
 
-def named_options(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> frozenset[str]:
+def named_options(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> list[str]:
     """Names of assistant options given in a generate() call or in the generation config passed to it."""
-    return frozenset(
+    return [
         name
         for name in FILLED_BY_GENERATE
         if kwargs.get(name) is not None or getattr(generation_config, name, None) is not None
-    )
+    ]
 
 
 class DraftOptions(NamedTuple):
@@ -103,5 +103,3 @@ def refuse(target: PreTrainedModel, mode: GenerationMode, config: GenerationConf
 
 def static_cache_error(given: str) -> ValueError:
     return ValueError(f"`{given}` is not supported with a DSpark draft yet. Drop it to use a dynamic cache.")
-
-

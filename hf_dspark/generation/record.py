@@ -102,7 +102,7 @@ class SpeculationStats:
 
     @property
     def acceptance_by_position(self) -> list[float | None]:
-        """For each slot k: how often x_k was accepted when x_1..x_{k-1} were and x_k was tried; `None` if never tried."""
+        """For each slot k: share of x_k accepted where x_1..x_{k-1} were and x_k was tried; `None` if never."""
         gamma = max((len(r.draft_tokens) for r in self.rounds), default=0)
         tried, passed = [0] * gamma, [0] * gamma
         for r in self.rounds:
@@ -110,7 +110,7 @@ class SpeculationStats:
             for k in range(r.accepted + rejected):
                 tried[k] += 1
                 passed[k] += k < r.accepted
-        return [p / t if t else None for p, t in zip(passed, tried)]
+        return [p / t if t else None for p, t in zip(passed, tried, strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything above as plain Python values, for JSON."""

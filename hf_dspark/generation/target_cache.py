@@ -1,4 +1,4 @@
-"""The target's cache as the plain path uses it: rollback, attention views, and the draft context that travels with it."""
+"""The target's cache on the plain path: rollback, attention views, and the draft context that travels with it."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ class TargetCache:
         return context if owner == draft.context_owner else None
 
     def release(self, draft: DSparkForCausalLM, context: DraftContext) -> None:
-        """End of the call: the cache is as plain generate() would leave it, plus the draft's context for the next turn."""
+        """Leave the cache as plain generate() would, with the draft's context on it for the next turn."""
         for layer in self._recording:
             layer.record_past = False
         self.cache._dspark_context = (draft.context_owner, context)
