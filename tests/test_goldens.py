@@ -2,12 +2,12 @@
 
 import json
 
-import checks
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
+import checks
 import hf_dspark
 import oracle
 

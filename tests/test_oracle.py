@@ -2,10 +2,10 @@
 
 import copy
 
-import checks
 import pytest
 import torch
 
+import checks
 import oracle
 import tiny
 

@@ -1,9 +1,9 @@
 """LAYOUT: which slots of a block are read, and how a draft says so."""
 
-import checks
 import pytest
 import torch
 
+import checks
 import oracle
 import tiny
 

@@ -1,9 +1,9 @@
 """POS: positions and rotary embedding of the draft (also VLM-2 and CONTEXT-2)."""
 
-import checks
 import pytest
 import torch
 
+import checks
 import oracle
 import tiny
 

@@ -1,10 +1,10 @@
 """PROC: stateful processors and constraints see committed text only, each prefix once."""
 
-import checks
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+import checks
 import tiny
 
 PROMPT = [5, 9, 11, 3]

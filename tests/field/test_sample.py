@@ -1,10 +1,10 @@
 """SAMPLE: parameters, seeds and processors (distributions are in `test_chi_squared.py`)."""
 
-import checks
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+import checks
 import tiny
 
 PROMPT = [5, 9, 11, 3]

@@ -1,10 +1,10 @@
 """STOP: end-of-text ids, stop strings, criteria and limits end the text at exactly the token of plain generate."""
 
-import checks
 import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+import checks
 import tiny
 
 PROMPT = [7, 21, 40]

@@ -2,10 +2,10 @@
 
 import copy
 
-import checks
 import pytest
 import torch
 
+import checks
 import hf_dspark
 import oracle
 import tiny
