@@ -5,8 +5,8 @@ import logging
 
 import pytest
 import torch
-from deepspec_files import draft, read, without
 
+from deepspec_files import draft, read, without
 from hf_dspark import DSparkForCausalLM
 from hf_dspark._hub_files import TensorInfo
 from hf_dspark.formats import Checkpoint, check_tensors, open_checkpoint

@@ -1,8 +1,8 @@
 """Gemma4-style drafts: both kinds of values, both spellings of the full-attention shape."""
 
 import pytest
-from deepspec_files import gemma4_files, read, without
 
+from deepspec_files import gemma4_files, read, without
 from hf_dspark import DSparkForCausalLM
 from tiny import write_draft
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from deepspec_files import draft, read, without
 
+from deepspec_files import draft, read, without
 from hf_dspark import DSparkForCausalLM
 from tiny import write_draft
 

@@ -1,0 +1,103 @@
+"""Other families and ordinary models are refused in one sentence that names them; nothing is guessed."""
+
+import json
+
+import pytest
+import torch
+from deepspec_files import draft, without
+
+from hf_dspark import DSparkForCausalLM
+from hf_dspark.formats import open_checkpoint
+from tiny import write_draft
+
+
+def refused(folder, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        DSparkForCausalLM.from_pretrained(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"architectures": ["K3DSparkModel"]}, "Kimi K3"),
+        ({"model_type": "k3_dspark"}, "Kimi K3"),
+        ({"architectures": ["DFlashDraftModel"]}, "z-lab"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
+        ({"architectures": ["Lfm2DSparkDraftModel"]}, "LFM2"),
+        ({"speculators_model_type": "dspark"}, "speculators"),
+        ({"transformer_layer_config": {"hidden_size": 64}}, "speculators"),
+        ({"model_arch": "dfly"}, "DFly"),
+        ({"enable_hidden_correction": True, "markov_rank": 0}, "DFly"),
+        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"dflash_config": {"projector_type": "dspark"}, "architectures": ["DSparkDraftModel"]}, "SpecForge"),
+        ({"target_num_hidden_layers": 36}, "TorchSpec"),
+        ({"model_type": "qwen3_dspark"}, "TorchSpec"),
+        ({"model_type": "muse_glimmer_assistant"}, "transformers' own"),
+        ({"text_config": {"dspark_block_size": 7}}, "MiniMax or DeepSeek-V4"),
+    ],
+    ids=str,
+)
+def test_families_known_by_their_keys(tmp_path, keys, message):
+    config, tensors = draft()
+    refused(write_draft(tmp_path, config | keys, tensors), f"{message}.*DeepSpec checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.0.self_attn.q_a_proj.weight", "Kimi K3"),
+        ("candidate_selector.proj.weight", "DFlash 2"),
+        ("prefix_gru.weight", "Domino"),
+        ("context_proj.weight", "TorchSpec"),
+        ("mtp.0.main_proj.weight", "DeepSeek-V4"),
+        ("language_model.model.dspark.norm.weight", "MiniMax"),
+        ("layers.0.self_attn.q_proj.scales", "quantised"),
+        ("layers.0.self_attn.q_proj.weight_packed", "quantised"),
+        ("layers.0.self_attn.q_proj.weight_scale", "quantised"),
+    ],
+)
+def test_families_known_by_their_tensors(tmp_path, name, message):
+    config, tensors = draft()
+    refused(write_draft(tmp_path, config, tensors | {name: torch.ones(2)}), f"{message}.*{name}")
+
+
+def test_converted_specforge_files_under_deepspecs_name_are_read(tmp_path):
+    config, tensors = draft()
+    moved = {"mask_token_id": config["mask_token_id"], "projector_type": "dspark"}
+    folder = write_draft(tmp_path, without(config, "mask_token_id") | {"dflash_config": moved}, tensors)
+    assert open_checkpoint(folder).config.mask_token_id == 63
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_tensors_that_are_no_plain_floats_are_refused(tmp_path, dtype):
+    config, tensors = draft()
+    tensors["fc.weight"] = tensors["fc.weight"].to(dtype)
+    refused(write_draft(tmp_path, config, tensors), "fc.weight has dtype")
+
+
+def test_an_ordinary_model_is_no_draft(tmp_path):
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64}
+    tensors = {"model.embed_tokens.weight": torch.ones(4, 4)}
+    refused(write_draft(tmp_path, config, tensors), "not a DSpark draft.*Qwen3ForCausalLM.*AutoModelForCausalLM")
+    refused(write_draft(tmp_path, {}, tensors), "not a DSpark draft")
+    refused(write_draft(tmp_path, config | {"block_size": 7}, tensors), "not a DSpark draft")
+
+
+def test_a_label_without_the_tensors_is_no_draft(tmp_path):
+    config, _ = draft()
+    refused(write_draft(tmp_path, config, {"model.embed_tokens.weight": torch.ones(4, 4)}), "not a DSpark draft")
+
+
+def test_code_beside_the_weights_is_never_run_and_is_mentioned(tmp_path, monkeypatch):
+    marker = tmp_path / "ran"
+    config, tensors = draft()
+    config["auto_map"] = {"AutoModel": "evil.Evil", "AutoConfig": "evil.EvilConfig"}
+    folder = write_draft(tmp_path / "draft", config, tensors)
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\nclass EvilConfig: pass\n")
+    for trust in (None, True):
+        model = DSparkForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+        assert "evil.py" in model.config.resolution["code"]
+    assert not marker.exists()
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["K3DSparkModel"]}))
+    refused(folder, "Kimi K3")
