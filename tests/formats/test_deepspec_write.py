@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from deepspec_files import draft, gemma4_files, read, without
 from safetensors.torch import load_file
 
+from deepspec_files import draft, gemma4_files, read, without
 from hf_dspark import DSparkConfig, DSparkForCausalLM
 from hf_dspark.formats import foreign_config
 from tiny import write_draft
@@ -131,9 +131,11 @@ def test_a_draft_loaded_in_another_dtype_says_so(tmp_path):
 
 
 def scratch(**fields):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
-             "num_key_value_heads": 1, "head_dim": 16, "target_hidden_size": 24, "target_layer_ids": [0, 2],
-             "mask_token_id": 63, "markov_rank": 8, "has_embed_tokens": True, "has_lm_head": True}  # fmt: skip
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
+        "num_key_value_heads": 1, "head_dim": 16, "target_hidden_size": 24, "target_layer_ids": [0, 2],
+        "mask_token_id": 63, "markov_rank": 8, "has_embed_tokens": True, "has_lm_head": True,
+    }  # fmt: skip
     return DSparkConfig(**(sizes | fields))
 
 
@@ -178,7 +180,8 @@ def test_a_draft_from_scratch_is_written_completely(tmp_path, fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"value_norm": True}, {"attention_scale": 0.5}, {"final_logit_softcapping": 30.0}, {"embedding_scale": 2.0}]
+    "fields",
+    [{"value_norm": True}, {"attention_scale": 0.5}, {"final_logit_softcapping": 30.0}, {"embedding_scale": 2.0}],
 )
 def test_blocks_that_deepspec_cannot_spell_are_refused(fields):
     with pytest.raises(ValueError, match="neither"):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from deepspec_files import draft, without
 
+from deepspec_files import draft, without
 from hf_dspark import DSparkForCausalLM
 from hf_dspark.formats import open_checkpoint
 from tiny import write_draft
