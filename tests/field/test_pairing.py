@@ -1,0 +1,328 @@
+"""VOCAB-4, KEYS-3, LOAD-4/8/10, PLACE-4/6, BATCH-2, PERF-2/6: draft and target as a pair in generate()."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config
+
+import checks
+import hf_dspark
+import tiny
+
+PROMPT = [7, 21, 40]
+
+
+def refused(target, draft, *words, **options):
+    """One ValueError with these words, before any forward of the target; returns the message."""
+    with checks.CallCounter(target) as calls, pytest.raises(ValueError) as error:
+        checks.generate(target, draft, PROMPT, **options)
+    assert not calls.shapes
+    message = str(error.value)
+    for word in words:
+        assert str(word) in message, message
+    return message
+
+
+def files_without(*names, **settings):
+    """A draft led along T-perm's chain whose file lacks some tensors."""
+    config, tensors = tiny.guided_files(tiny.one_hot_table(tiny.NEXT, 40.0), **settings)
+    return config, {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+MISFITS = {
+    "hidden width": (lambda: tiny.random_target(hidden_size=32, seed=1), {}, (64, 32)),
+    "depth": (lambda: tiny.random_target(layers=3), {}, (4, 3)),
+    "vocabulary": (lambda: tiny.random_target(vocab_size=96), {}, (64, 96)),
+    "number of taps": (lambda: tiny.random_target(), {"taps": (0, 2, 4, 9)}, (9, 6)),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_vocab_4_misfits_are_refused_with_both_numbers(name):
+    make, settings, numbers = MISFITS[name]
+    target = make()
+    draft = tiny.random_draft(**settings)
+    refused(target, draft, *numbers)
+    with pytest.raises(ValueError):
+        draft.attach_target(target)
+    fitting = tiny.random_target()
+    if name != "number of taps":
+        checks.equal_to_plain(fitting, draft, PROMPT)
+    checks.equal_to_plain(target, tiny.random_draft(target, taps=(0, 1)), PROMPT)
+
+
+def test_padded_vocabularies_of_one_tokenizer_fit():
+    """Rows that pad an embedding may differ between draft and target."""
+    table = tiny.one_hot_table([*range(1, 400), 0])
+    target = tiny.table_target(table, layers=5, mask=None)
+    for vocab in (398, 402):
+        settings = {"vocab": vocab, "mask": 397, "confidence": None, "rank": 4}
+        config = tiny.draft_config(taps=(0, 2), **settings)
+        draft = tiny.load_draft(config, tiny.draft_tensors(config, target_hidden=400))
+        checks.equal_to_plain(target, draft, [390], max_new_tokens=20)
+
+
+def test_keys_3_mask_row():
+    """An id behind the tokenizer's length is normal; an id behind the embedding's rows is refused with both numbers."""
+    draft = tiny.random_draft(mask=60)
+    assert len(tiny.tokenizer()) > 60
+    checks.equal_to_plain(tiny.random_target(), draft, PROMPT)
+    with pytest.raises(ValueError, match="64"):
+        tiny.random_draft(mask=64)
+    target = copy.deepcopy(tiny.random_target())
+    target.resize_token_embeddings(40)
+    shared = tiny.load_draft(*files_without(*SHARED))
+    refused(target, shared, 40)
+    refused(target, draft, 64, 40)
+
+
+def test_keys_3_shared_embedding_smaller_than_the_logits_say():
+    """Only the embedding was cut: the mask row is looked for in the rows that are really used."""
+    target = copy.deepcopy(tiny.random_target())
+    target.set_input_embeddings(nn.Embedding(63, 64))
+    refused(target, tiny.load_draft(*files_without(*SHARED)), 63)
+
+
+@pytest.mark.parametrize("missing", [SHARED, SHARED[:1], SHARED[1:]])
+def test_load_4_slim_files_share_the_targets_modules(missing):
+    target = tiny.perm_target()
+    config, tensors = files_without(*missing)
+    draft = tiny.load_draft(config, tensors)
+    assert all(not p.is_meta and p.isfinite().all() for p in draft.parameters())
+    features = torch.randn(1, 3, 192)
+    with pytest.raises(ValueError, match="attach_target"):
+        draft.propose(torch.tensor([9]), features)
+    _, stats = checks.equal_to_plain(target, draft, PROMPT)
+    assert stats.num_accepted > 0
+    full = dict(tensors)
+    if "embed_tokens.weight" in missing:
+        full["embed_tokens.weight"] = target.model.embed_tokens.weight.detach()
+    if "lm_head.weight" in missing:
+        full["lm_head.weight"] = target.lm_head.weight.detach()
+    expected = tiny.load_draft(config, full).propose(torch.tensor([9]), features)
+    block = draft.attach_target(target).propose(torch.tensor([9]), features)
+    torch.testing.assert_close(block.logits, expected.logits)
+    assert block.tokens.tolist() == expected.tokens.tolist()
+    assert not any(name.startswith(missing) for name in draft.state_dict())
+
+
+def test_load_8_own_embedding_and_head_of_another_width():
+    """A draft narrower than its target keeps its own tensors; only `fc` is sized for the target."""
+    config = tiny.draft_config(hidden=32, rank=64)
+    tensors = tiny.markov_tensors(config, tiny.one_hot_table(tiny.NEXT), torch.zeros(64), target_hidden=64)
+    draft = tiny.load_draft(config, tensors)
+    assert draft.embed_tokens.weight.shape == (64, 32)
+    _, stats = checks.equal_to_plain(tiny.perm_target(), draft, PROMPT)
+    assert stats.num_accepted == 15
+    slim = {name: tensor for name, tensor in tensors.items() if name not in SHARED}
+    refused(tiny.perm_target(), tiny.load_draft(config, slim), 32, 64)
+
+
+class Wrapper(nn.Module):
+    """As adapters wrap a model: the target is `base_model.model`, everything else is passed through."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model.model, name)
+
+    def forward(self, *args, **kwargs):
+        return self.base_model.model(*args, **kwargs)
+
+    def generate(self, *args, **kwargs):
+        return self.base_model.model.generate(*args, **kwargs)
+
+
+def llava():
+    """A multimodal model whose text tower is a tiny Qwen3 at `model.language_model`."""
+    text = {name: value for name, value in tiny.SHAPE.items() if name != "model_type"}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = CLIPVisionConfig(image_size=4, patch_size=2, **sizes)
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=Qwen3Config(**text), image_token_index=62)
+    model = LlavaForConditionalGeneration(config).eval()
+    for name, parameter in model.named_parameters():
+        if "language_model" in name or "lm_head" in name:
+            parameter.data.normal_(1 if "norm" in name else 0, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("slim", [False, True])
+@pytest.mark.parametrize("kind", ["wrapped", "compiled", "multimodal"])
+def test_load_10_wherever_the_target_keeps_its_embedding(kind, slim):
+    target = {
+        "wrapped": lambda: Wrapper(tiny.random_target()), "multimodal": llava,
+        "compiled": lambda: torch.compile(copy.deepcopy(tiny.random_target()), backend="eager"),
+    }[kind]()  # fmt: skip
+    text = checks.plain(target, PROMPT)[0].tolist()
+    config, tensors = tiny.guided_files(tiny.text_table(text))
+    if slim:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in SHARED}
+    draft = tiny.load_draft(config, tensors)
+    _, stats = checks.equal_to_plain(target, draft, PROMPT)
+    assert stats.num_accepted > 0
+    draft.attach_target(target)
+
+
+class Opaque(nn.Module):
+    """A head without `.weight`, as quantisation back ends make them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.inner, self.rows = [linear], []
+
+    def forward(self, x):
+        self.rows.append(x.numel() // x.shape[-1])
+        return self.inner[0](x)
+
+
+def test_place_4_head_is_called_not_sliced():
+    target = copy.deepcopy(tiny.random_target())
+    text = checks.plain(target, PROMPT)[0].tolist()
+    target.lm_head = Opaque(target.lm_head)
+    config, tensors = tiny.guided_files(tiny.text_table(text))
+    draft = tiny.load_draft(config, {name: tensor for name, tensor in tensors.items() if name not in SHARED})
+    _, stats = checks.equal_to_plain(target, draft, PROMPT)
+    assert stats.num_accepted > 0
+
+
+def test_place_4_int8_head():
+    target = copy.deepcopy(tiny.random_target())
+    torch.backends.quantized.engine = "onednn" if "onednn" in torch.backends.quantized.supported_engines else "qnnpack"
+    target.lm_head = torch.ao.nn.quantized.dynamic.Linear.from_float(with_qconfig(target.lm_head))
+    text = checks.plain(target, PROMPT)[0].tolist()
+    config, tensors = tiny.guided_files(tiny.text_table(text))
+    draft = tiny.load_draft(config, {name: tensor for name, tensor in tensors.items() if name not in SHARED})
+    _, stats = checks.generate(target, draft, PROMPT)
+    assert stats.num_tokens == 20 and stats.num_accepted > 0
+
+
+def with_qconfig(linear):
+    linear.qconfig = torch.ao.quantization.default_dynamic_qconfig
+    return linear
+
+
+@pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slim", [False, True])
+def test_place_6_mixed_dtypes(target_dtype, draft_dtype, slim):
+    target = tiny.perm_target(dtype=target_dtype)
+    config, tensors = files_without(*(SHARED if slim else ()))
+    draft = tiny.load_draft(config, tensors, dtype=draft_dtype)
+    assert {p.dtype for p in draft.parameters()} == {draft_dtype}
+    new, stats = checks.equal_to_plain(target, draft, PROMPT, return_dict_in_generate=True, output_scores=True)
+    assert new == tiny.chain(40, 20) and stats.num_accepted > 0
+    output, _ = checks.generate(target, draft, PROMPT, do_sample=True)
+    assert output[0, 3:].tolist() == new
+
+
+def test_place_6_autocast_and_inference_mode():
+    target, draft = tiny.perm_target(), tiny.load_draft(*files_without())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert checks.generate(target, draft, PROMPT)[0][0, 3:].tolist() == tiny.chain(40, 20)
+    checks.equal_to_plain(target, draft, PROMPT)
+    with torch.inference_mode():
+        output, _ = checks.generate(target, draft, PROMPT, return_dict_in_generate=True)
+    checks.equal_to_plain(target, draft, PROMPT)
+    options = {"past_key_values": output.past_key_values} if hasattr(output, "past_key_values") else {}
+    again, _ = checks.generate(target, draft, output.sequences, **options)
+    assert again[0, 3:].tolist() == tiny.chain(40, 40)
+    copy.deepcopy(draft).fc.weight.sum().backward()
+
+
+@pytest.mark.parametrize("batch", ["padded", "equal lengths"])
+def test_batch_2_one_clear_refusal_before_any_forward(batch):
+    target, draft = tiny.perm_target(), tiny.perm_draft()
+    rows = [[0] * 7 + [7, 21, 40, 3, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
+    options = {}
+    if batch == "padded":
+        options["attention_mask"] = torch.tensor([[0] * 7 + [1] * 5, [1] * 12])
+    with checks.CallCounter(target) as calls, pytest.raises(ValueError) as error:
+        checks.generate(target, draft, torch.tensor(rows), **options)
+    assert not calls.shapes and "batch" in str(error.value).lower() and "2" in str(error.value)
+    checks.equal_to_plain(target, draft, PROMPT)
+
+
+@pytest.mark.parametrize("name", ["no head", "confidence"])
+@pytest.mark.parametrize("sample", [False, True])
+def test_perf_2_work_per_round(name, sample):
+    """A round is one target forward over ℓ+1 tokens and one backbone forward; heads see no more rows than that."""
+    target = copy.deepcopy(tiny.random_target())
+    text = checks.plain(target, PROMPT, max_new_tokens=30)[0].tolist()
+    config, tensors = tiny.guided_files(
+        tiny.text_table(text), layers=2, confidence=None if name == "no head" else "markov"
+    )
+    draft = tiny.load_draft(config, tensors)
+    rows = {"target": [], "draft": [], "context": []}
+    hooks = [
+        target.lm_head.register_forward_pre_hook(lambda m, a: rows["target"].append(a[0].shape[1])),
+        draft.lm_head.register_forward_pre_hook(lambda m, a: rows["draft"].append(a[0].shape[1])),
+        draft.fc.register_forward_pre_hook(lambda m, a: rows["context"].append(a[0].shape[1])),
+    ]
+    options = {"do_sample": sample, "temperature": 0.7, "max_new_tokens": 30}
+    with checks.CallCounter(target) as target_calls, checks.CallCounter(draft.layers[1]) as draft_calls:
+        _, stats = checks.generate(target, draft, PROMPT, **options)
+    for hook in hooks:
+        hook.remove()
+    assert target_calls.shapes == [(1, 3)] + [(1, r.verified + 1) for r in stats.rounds]
+    assert len(draft_calls.shapes) == stats.num_rounds
+    assert rows["target"] == [1] + [r.verified + 1 for r in stats.rounds]
+    assert rows["draft"] == [4] * stats.num_rounds
+    committed = [r.accepted + (r.next_token is not None) for r in stats.rounds]
+    assert rows["context"][:-1] == [3, *committed[:-1]] or rows["context"] == [3, *committed]
+
+
+class CountSyncs(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts reads of one value from a tensor (`.item()`, `bool()`, `int()`), each a sync on an accelerator."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("gamma", [2, 7])
+def test_perf_2_host_reads_do_not_grow_with_the_block(gamma):
+    target, draft = tiny.perm_target(), tiny.perm_draft(gamma)
+    checks.generate(target, draft, PROMPT)
+    with CountSyncs() as count:
+        _, stats = checks.generate(target, draft, PROMPT, max_new_tokens=1 + 6 * (gamma + 1))
+    assert stats.num_rounds == 6
+    with CountSyncs() as prefill:
+        checks.generate(target, draft, PROMPT, max_new_tokens=1)
+    assert (count.reads - prefill.reads) / stats.num_rounds <= 4
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 1}, {"eos_token_id": tiny.NEXT[40]}, {"max_new_tokens": 2},
+                                     {"eos_token_id": tiny.chain(40, 2)[1]}])  # fmt: skip
+def test_perf_6_counters_of_short_replies(options):
+    """Accepted never exceeds what was returned; no division by zero; everything is plain Python and serialisable."""
+    import json
+
+    new, stats = checks.equal_to_plain(tiny.perm_target(), tiny.perm_draft(7), PROMPT, **options)
+    assert stats.num_accepted <= len(new)
+    assert isinstance(stats.mean_acceptance_length, float) and isinstance(stats.acceptance_rate, float)
+    assert json.loads(json.dumps(stats.to_dict()))["num_tokens"] == len(new)
+    with hf_dspark.record() as nothing:
+        pass
+    assert (nothing.mean_acceptance_length, nothing.acceptance_rate, nothing.calls) == (0.0, 0.0, 0)
+    assert nothing.expected_acceptance_length is None
+
+
+def test_stream_7_swapped_and_unfit_models():
+    """A draft in the target's place, or a target in the draft's, is named; nothing crashes on a missing attribute."""
+    draft, target = tiny.perm_draft(), tiny.perm_target()
+    with pytest.raises((ValueError, TypeError, AttributeError)) as error:
+        draft.generate(checks.tensor(PROMPT), assistant_model=target)
+    assert "draft" in str(error.value).lower() or "generate" in str(error.value).lower()
+    assert isinstance(target, AutoModelForCausalLM.from_config(target.config).__class__)

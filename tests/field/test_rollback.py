@@ -1,0 +1,122 @@
+"""ROLLBACK and NUMERIC: rejected tokens leave every kind of cache without a trace."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StoppingCriteriaList
+
+import checks
+import oracle
+import tiny
+from hf_dspark._compat import CACHE_KEY
+
+PROMPT = [7, 21, 40, 3, 9, 30, 12, 50, 41, 5]
+SLIDING = ("qwen3_sliding", "mistral", "gemma2", "gemma3_text")
+
+
+def patterned(text: list[int], prompt: int, pattern, gamma: int = 4):
+    """D-scripted for any target: along `text`, rounds accept about `pattern` drafts (repeated tokens share a row)."""
+    table, anchor = tiny.text_table(text), prompt
+    for accepted in pattern * 20:
+        if accepted < gamma and anchor + accepted < len(text):
+            row = text[anchor + accepted]
+            table[row] = table[row].roll(1)
+        anchor += accepted + 1
+    return table
+
+
+@pytest.mark.parametrize("family", SLIDING)
+@pytest.mark.parametrize("attention,window,gamma", [("eager", 16, 4), ("sdpa", 16, 4), ("sdpa", 3, 7), ("eager", 2, 4)])
+def test_rollback_2_sliding_windows(family, attention, window, gamma):
+    """The text crosses the window, the window is smaller than the block, the prompt is longer than the window."""
+    if family == "gemma2" and attention == "sdpa":
+        pytest.skip("this family has no sdpa in transformers")
+    target = tiny.random_target(family, layers=4, attention=attention, sliding_window=window)
+    text = checks.plain(target, PROMPT, max_new_tokens=28)[0].tolist()
+    table = patterned(text, len(PROMPT), [1, 4, 0, 2, 3], gamma)
+    config, tensors = tiny.guided_files(table, gamma=gamma, taps=(0, 2))
+    draft = tiny.load_draft(config, tensors)
+    _, stats = checks.equal_to_plain(target, draft, PROMPT, max_new_tokens=28)
+    assert 0 < stats.num_accepted < stats.num_verified
+    checks.rounds_match(stats, oracle.Oracle(config, tensors), target, text)
+    checks.equal_to_plain(target, draft, PROMPT[:2], max_new_tokens=20)
+    checks.equal_to_plain(target, draft, PROMPT, max_new_tokens=10, prefill_chunk_size=4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "mistral", "gemma2", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("accepted", range(5))
+@pytest.mark.parametrize("ended_by", ["length", "criterion", "limit inside the block"])
+def test_rollback_4_returned_cache_equals_a_fresh_one(family, accepted, ended_by):
+    """After a round that accepts 0..γ drafts, one probe token through the returned cache and through a fresh cache."""
+    target = tiny.random_target(family, layers=4)
+    text = checks.plain(target, PROMPT, max_new_tokens=30)[0].tolist()
+    start = len(PROMPT)
+    table = torch.zeros(tiny.V, tiny.V)
+    for k in range(accepted):
+        table[text[start + k]] = 0
+        table[text[start + k], text[start + k + 1]] = 40
+    draft = tiny.markov_draft(table, taps=(0, 2))
+    new = accepted + 2
+    options = {"return_dict_in_generate": True, "max_new_tokens": new}
+    if ended_by == "criterion":
+        options = {
+            "stopping_criteria": StoppingCriteriaList([checks.StopAt(start + new)]),
+            "return_dict_in_generate": True,
+        }
+    if ended_by == "limit inside the block":
+        options["stopping_criteria"] = StoppingCriteriaList([checks.StopAt(start + max(new - 1, 1))])
+    expected = checks.plain(target, PROMPT, **options)
+    output, _ = checks.generate(target, draft, PROMPT, **options)
+    sequence = output.sequences[0].tolist()
+    assert sequence == expected.sequences[0].tolist()
+    cache, fresh = output[CACHE_KEY], expected[CACHE_KEY]
+    assert cache.get_seq_length() == fresh.get_seq_length() == len(sequence) - 1
+    for layer, plain_layer in zip(cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(layer.keys, plain_layer.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(layer.values, plain_layer.values, atol=1e-4, rtol=1e-4)
+        assert getattr(layer, "record_past", False) is getattr(plain_layer, "record_past", False)
+    with torch.no_grad():
+        probe = {"input_ids": checks.tensor(sequence[-1:]), "use_cache": True}
+        after = target(**probe, **{CACHE_KEY: cache}).logits
+        whole = target(checks.tensor(sequence)).logits[:, -1:]
+    torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
+
+
+def test_a_cache_that_cannot_be_rolled_back_still_gives_the_text():
+    target = tiny.random_target()
+    text = checks.plain(target, PROMPT)[0].tolist()
+
+    class Stubborn(DynamicCache):
+        is_croppable = False
+
+        def crop(self, *args):
+            raise AssertionError("must not be asked")
+
+    draft = tiny.markov_draft(tiny.text_table(text))
+    output, stats = checks.generate(target, draft, PROMPT, **{CACHE_KEY: Stubborn(config=target.config)})
+    assert output[0].tolist() == text
+    assert stats.path == "target_only" and "Stubborn" in stats.reason
+    assert (stats.num_rounds, stats.num_tokens) == (0, 20)
+
+
+GAMMA = 4
+
+
+@pytest.mark.parametrize("length", range(1, 2 * GAMMA + 2))
+@pytest.mark.parametrize("family", ["qwen3_sliding", "llama"])
+def test_numeric_2_every_prompt_length(length, family):
+    target = tiny.random_target(family, layers=3)
+    prompt = (PROMPT * 2)[:length]
+    text = checks.plain(target, prompt, max_new_tokens=16)[0].tolist()
+    for draft in (tiny.markov_draft(patterned(text, length, [2, 4, 0]), taps=(0, 2)), tiny.random_draft(taps=(0, 2))):
+        checks.equal_to_plain(target, draft, prompt, max_new_tokens=16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_numeric_2_dtypes(dtype):
+    """T-perm has no near ties, so text is equal in low precision too; logits agree where they can."""
+    target = tiny.perm_target(layers=2, dtype=dtype)
+    for length in range(1, 2 * GAMMA + 2):
+        prompt = tiny.chain(40, length)
+        draft = tiny.scripted_draft([2, 4, 0, 1, 3], tiny.NEXT[prompt[-1]], taps=(0, 1)).to(dtype)
+        new, _ = checks.equal_to_plain(target, draft, prompt)
+        assert new == tiny.chain(prompt[-1], 20)
