@@ -16,8 +16,10 @@ class DraftContext:
 
     def __init__(self, config: DSparkConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, 0, config.head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
-        self.values = torch.empty(shape, device=device, dtype=dtype)
+        # A context may outlive the call that made it, and inference tensors could not be written after that.
+        with torch.inference_mode(False):
+            self.keys = torch.empty(shape, device=device, dtype=dtype)
+            self.values = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
     def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -49,7 +51,8 @@ class DraftContext:
         if needed <= capacity:
             return
         capacity = max(2 * capacity, -(-needed // STEP) * STEP)
-        self.keys, self.values = self._grown(self.keys, capacity), self._grown(self.values, capacity)
+        with torch.inference_mode(False), torch.no_grad():
+            self.keys, self.values = self._grown(self.keys, capacity), self._grown(self.values, capacity)
 
     def _grown(self, old: torch.Tensor, capacity: int) -> torch.Tensor:
         shape = (*old.shape[:3], capacity, old.shape[4])

@@ -5,6 +5,7 @@ A Markov head gives every slot a bias over the vocabulary that depends on the pr
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .configuration_dspark import DSparkConfig
@@ -85,4 +86,5 @@ class ConfidenceHead(nn.Module):
     def forward(self, hidden: torch.Tensor, prev_embedding: torch.Tensor | None) -> torch.Tensor:
         """`hidden` [B, γ, H], `prev_embedding` [B, γ, r] or `None` -> logits [B, γ] before temperatures, float32."""
         features = torch.cat((hidden, prev_embedding), dim=-1) if self.with_markov else hidden
-        return self.proj(features).squeeze(-1).float()
+        bias = None if self.proj.bias is None else self.proj.bias.float()
+        return F.linear(features.float(), self.proj.weight.float(), bias).squeeze(-1)

@@ -90,12 +90,15 @@ class PlainLoop:
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Generate; the return value is what plain generate() would have returned."""
-        self._prefill()
-        while not self.transcript.stopped:
-            self._round()
+        try:
+            self._prefill()
+            while not self.transcript.stopped:
+                self._round()
+        finally:
+            self.cache.stop_recording()
         if self.streamer is not None:
             self.streamer.end()
-        self.cache.release(self.draft, self.generator.context)
+        self.cache.keep_draft_context(self.draft, self.generator.context)
         if not self.config.return_dict_in_generate:
             return self.transcript.ids
         return GenerateDecoderOnlyOutput(

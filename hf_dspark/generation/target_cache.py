@@ -55,8 +55,11 @@ class TargetCache:
         owner, context = getattr(self.cache, "_dspark_context", (None, None))
         return context if owner == draft.context_owner else None
 
-    def release(self, draft: DSparkForCausalLM, context: DraftContext) -> None:
-        """Leave the cache as plain generate() would, with the draft's context on it for the next turn."""
+    def stop_recording(self) -> None:
+        """End of the call: layers drop old states again, as after plain generate()."""
         for layer in self._recording:
             layer.record_past = False
+
+    def keep_draft_context(self, draft: DSparkForCausalLM, context: DraftContext) -> None:
+        """Leave the draft's context with the cache, for the next turn."""
         self.cache._dspark_context = (draft.context_owner, context)
