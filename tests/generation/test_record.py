@@ -1,0 +1,120 @@
+"""Statistics: who sees which call."""
+
+import asyncio
+import json
+import threading
+
+import torch
+
+import checks
+import hf_dspark
+import tiny
+
+PROMPT = [7, 21, 40]
+
+
+def run(prompt=PROMPT, **options):
+    return tiny.perm_target().generate(
+        checks.tensor(prompt), assistant_model=tiny.perm_draft(), do_sample=False, **({"max_new_tokens": 11} | options)
+    )
+
+
+def test_rounds_are_plain_numbers_in_order():
+    with hf_dspark.record() as stats:
+        run()
+    chain = tiny.chain(40, 11)
+    first, second = stats.rounds
+    assert (first.call, first.row, first.position, first.anchor) == (0, 0, 3, chain[0])
+    assert first.draft_tokens == chain[1:5] and (first.verified, first.accepted, first.next_token) == (4, 4, chain[5])
+    assert (second.position, second.anchor, second.next_token) == (8, chain[5], chain[10])
+    assert first.milliseconds > 0 and isinstance(first.milliseconds, float)
+    assert type(first.accepted) is int and type(first.draft_tokens[0]) is int
+    assert (stats.calls, stats.path, stats.captured) == (1, "plain", False) and stats.reason
+    assert stats.acceptance_by_position == [1.0] * 4 and stats.mean_acceptance_length == 5.0
+    found = json.loads(json.dumps(stats.to_dict()))
+    assert found["num_tokens"] == 11 and found["rounds"][1]["position"] == 8
+
+
+def test_calls_add_up_and_records_nest():
+    with hf_dspark.record() as outer:
+        run()
+        with hf_dspark.record() as inner:
+            run(max_new_tokens=6)
+        run(max_new_tokens=1)
+    run()
+    assert [r.call for r in outer.rounds] == [0, 0, 1] and [r.call for r in inner.rounds] == [0]
+    assert (outer.calls, inner.calls) == (3, 1)
+    assert (outer.num_tokens, inner.num_tokens) == (18, 6)
+    assert outer.num_accepted + outer.num_rounds == 18 - 3
+
+
+def test_return_dict_carries_the_statistics_of_that_call_alone():
+    with hf_dspark.record() as stats:
+        first = run(return_dict_in_generate=True)
+        second = run(return_dict_in_generate=True, max_new_tokens=6)
+    assert (first.speculation.num_rounds, second.speculation.num_rounds) == (2, 1)
+    assert [r.call for r in second.speculation.rounds] == [0] and stats.calls == 2
+    assert first.speculation.num_tokens == 11
+    assert not hasattr(
+        tiny.perm_target().generate(checks.tensor(PROMPT), max_new_tokens=3, return_dict_in_generate=True),
+        "speculation",
+    )
+
+
+def test_rounds_fill_while_the_call_runs():
+    seen = []
+
+    class Watch(checks.ListStreamer):
+        def put(self, value):
+            super().put(value)
+            seen.append(len(stats.rounds))
+
+    with hf_dspark.record() as stats:
+        run(streamer=Watch())
+    assert seen[-1] == 1 and len(stats.rounds) == 2
+
+
+def test_threads_do_not_mix():
+    found = {}
+
+    def work(tokens):
+        with hf_dspark.record() as stats:
+            for _ in range(3):
+                run(max_new_tokens=tokens)
+        found[tokens] = (stats.calls, stats.num_tokens)
+
+    with hf_dspark.record() as outside:
+        threads = [threading.Thread(target=work, args=(tokens,)) for tokens in (2, 7, 12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {2: (3, 6), 7: (3, 21), 12: (3, 36)}
+    assert outside.calls == 0
+
+
+def test_async_tasks_do_not_mix():
+    async def work(tokens):
+        with hf_dspark.record() as stats:
+            for _ in range(2):
+                await asyncio.sleep(0)
+                run(max_new_tokens=tokens)
+                await asyncio.sleep(0)
+        return stats.calls, stats.num_tokens
+
+    async def both():
+        return await asyncio.gather(work(3), work(8))
+
+    assert asyncio.run(both()) == [(2, 6), (2, 16)]
+
+
+def test_batch_of_records_from_one_draft_with_confidence():
+    draft = tiny.random_draft()
+    with hf_dspark.record() as stats:
+        checks.plain(tiny.random_target(), PROMPT, assistant_model=draft, max_new_tokens=6)
+    for here in stats.rounds:
+        assert len(here.confidence) == len(here.survival) == 4
+        assert all(0 <= c <= 1 for c in here.confidence)
+        torch.testing.assert_close(torch.tensor(here.survival), torch.tensor(here.confidence).cumprod(0))
+    expected = [1 + sum(r.survival[: r.verified]) for r in stats.rounds]
+    assert abs(stats.expected_acceptance_length - sum(expected) / len(expected)) < 1e-5
