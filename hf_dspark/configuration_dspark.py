@@ -88,6 +88,10 @@ class DSparkConfig(PreTrainedConfig):
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
+    # Of the target; transformers' pipelines compare them to see that a pair shares its tokenizer.
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     target_hidden_size: int = 4096
     target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)

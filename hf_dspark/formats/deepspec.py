@@ -8,8 +8,6 @@ import copy
 import math
 from typing import Any
 
-from transformers.activations import ACT2FN
-
 from .._hub_files import TensorInfo, listing
 from ..configuration_dspark import DSparkConfig
 from . import deepspec_write, parts
@@ -62,6 +60,9 @@ def _read(keys: Keys, tensors: parts.Tensors, sample_from_anchor: bool | None) -
     fields |= {
         "num_target_layers": keys.get("num_target_layers", "count", None, nested=True),
         "confidence_temperatures": keys.get("confidence_temperatures", "numbers", None),
+        "bos_token_id": keys.raw.get("bos_token_id"),
+        "eos_token_id": keys.raw.get("eos_token_id"),
+        "pad_token_id": keys.raw.get("pad_token_id"),
         "source_format": NAME,
         "resolution": keys.resolution,
         "foreign": copy.deepcopy(keys.raw),
@@ -91,8 +92,7 @@ def _backbone(keys: Keys, style: str) -> dict[str, Any]:
         "qwen3": lambda: keys.get("hidden_act", "text", "silu"),
         "gemma4": lambda: keys.get("hidden_activation", "text", "gelu_pytorch_tanh", alias="hidden_act"),
     }[style]()
-    if activation not in ACT2FN:
-        raise ValueError(f"Activation {activation!r} is unknown; use one of transformers' names, such as 'silu'.")
+    parts.check_activation(activation)
     epsilon = keys.get("rms_norm_eps", "number", 1e-6)
     if epsilon < 0:
         raise ValueError(f"`rms_norm_eps` must be >= 0, got {epsilon}.")
