@@ -78,7 +78,7 @@ def all_keys(config: DSparkConfig) -> dict[str, Any]:
     same = (
         "attention_bias", "block_size", "enable_confidence_head", "hidden_size", "initializer_range",
         "intermediate_size", "markov_rank", "mask_token_id", "max_position_embeddings", "num_attention_heads",
-        "num_hidden_layers", "rms_norm_eps", "vocab_size",
+        "num_hidden_layers", "rms_norm_eps", "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
     keys = {name: getattr(config, name) for name in same} | {
         "architectures": [ARCHITECTURES[style]],

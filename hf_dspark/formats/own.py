@@ -3,9 +3,12 @@
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
-from .parts import Tensors, make_config
+from .parts import Tensors, check_activation, make_config
+from .rope import check_rope
 
 NAME = "dspark"
+# The rest of what transformers writes says nothing about a draft.
+FIELDS = (*DSparkConfig.__annotations__, "dtype")
 
 
 def matches(raw: dict[str, Any], tensors: Tensors) -> bool:
@@ -16,7 +19,10 @@ def read(
     raw: dict[str, Any], tensors: Tensors, *, sample_from_anchor: bool | None = None
 ) -> tuple[DSparkConfig, dict[str, str]]:
     """The config as it stands; `sample_from_anchor` overrules its layout. Tensor names are the parameter names."""
-    fields = {name: raw[name] for name in raw.keys() & DSparkConfig.__dataclass_fields__.keys()}
+    fields = {name: raw[name] for name in FIELDS if name in raw}
     if sample_from_anchor is not None:
         fields["sample_from_anchor"] = sample_from_anchor
-    return make_config(fields), {name: name for name in tensors}
+    config = make_config(fields)
+    check_rope(config.rope_parameters or {})
+    check_activation(config.hidden_act)
+    return config, {name: name for name in tensors}

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers.activations import ACT2FN
 
 from .._hub_files import TensorInfo, listing
 from ..configuration_dspark import MARKOV_HEAD_TYPES, DSparkConfig
@@ -27,8 +28,13 @@ def make_config(fields: dict[str, Any]) -> DSparkConfig:
     """`DSparkConfig(**fields)`; whatever transformers' own checks of a config raise becomes a ValueError."""
     try:
         return DSparkConfig(**fields)
-    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError) as error:
         raise ValueError(f"config.json does not describe a draft: {error}") from error
+
+
+def check_activation(name: str) -> None:
+    if name not in ACT2FN:
+        raise ValueError(f"Activation {name!r} is unknown; use one of transformers' names, such as 'silu'.")
 
 
 def principal_shapes(config: DSparkConfig) -> dict[str, Shape]:

@@ -44,7 +44,7 @@ def read_rope(keys: Keys, style: str) -> dict[str, Any]:
     rope.setdefault("rope_type", "default")
     if style == "qwen3":
         _drop_leaked(keys, rope)
-    _check(rope)
+    check_rope(rope)
     return rope
 
 
@@ -89,10 +89,11 @@ def _drop_leaked(keys: Keys, rope: dict[str, Any]) -> None:
             keys.note(name, "ignored: drafts use plain positions", warn=True)
 
 
-def _check(rope: dict[str, Any]) -> None:
-    if rope["rope_type"] not in FIXED_TYPES:
+def check_rope(rope: dict[str, Any]) -> None:
+    """Raise ValueError for flat rotary parameters that cannot be computed from."""
+    if rope.get("rope_type") not in FIXED_TYPES:
         known = ", ".join(FIXED_TYPES)
-        raise ValueError(f"`rope_type` {rope['rope_type']!r} is not supported in a draft; known: {known}.")
+        raise ValueError(f"`rope_type` {rope.get('rope_type')!r} is not supported in a draft; known: {known}.")
     positive = ["rope_theta"] + (["factor"] if rope["rope_type"] in NEEDS_FACTOR else [])
     if rope["rope_type"] == "llama3":
         positive += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]

@@ -154,7 +154,7 @@ GEMMA4 = {
         {"markov_head_type": "rnn", "enable_confidence_head": False, "confidence_head_with_markov": False},
         {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False},
         {"sample_from_anchor": False, "confidence_temperatures": [1.0, 1.0, 1.0, 1.0, 1.0, 2.0]},
-        {"has_embed_tokens": False, "has_lm_head": False, "attention_bias": True, "num_target_layers": 6},
+        {"has_embed_tokens": False, "has_lm_head": False, "attention_bias": True, "eos_token_id": [1, 2]},
         GEMMA4,
         GEMMA4 | {"value_from_key": False, "num_key_value_heads": 2, "final_logit_softcapping": None},
     ],
@@ -220,7 +220,11 @@ def test_the_packages_own_config_is_read_too(tmp_path):
     assert again.config.markov_rank == 8
     assert DSparkForCausalLM.from_pretrained(tmp_path, sample_from_anchor=False).config.num_draft_tokens == 6
     raw = json.loads((tmp_path / "config.json").read_text())
-    for key, value in {"markov_rank": 4, "num_hidden_layers": 3, "num_key_value_heads": 0, "hidden_size": "x"}.items():
+    wrong = {
+        "markov_rank": 4, "num_hidden_layers": 3, "num_key_value_heads": 0, "hidden_size": "x", "dtype": "float99",
+        "rope_parameters": {"rope_type": "yarn"}, "hidden_act": "none",
+    }  # fmt: skip
+    for key, value in wrong.items():
         (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
         with pytest.raises(ValueError):
             DSparkForCausalLM.from_pretrained(tmp_path)
