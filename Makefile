@@ -1,0 +1,43 @@
+# Every target makes its own virtual environment; a bare machine needs Python 3.11 or later and PyPI.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VERSIONS := 5.18.0 5.20.2 5.24.0
+WORKERS ?= 2
+
+.PHONY: quickstart test lint setup-demo test-versions clean
+
+quickstart: setup-demo
+	$(BIN)/python examples/quickstart.py
+
+test: lint setup-demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup-demo: $(VENV)/.installed
+	$(BIN)/hf-dspark setup-demo
+
+# The tests that need no embedded pair, on the oldest, a middle and the newest supported transformers.
+test-versions: $(VERSIONS:%=test-transformers-%)
+
+test-transformers-%: .venvs/%/.installed
+	OMP_NUM_THREADS=1 .venvs/$*/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,eval]"
+	touch $@
+
+.PRECIOUS: .venvs/%/.installed
+.venvs/%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venvs/$*
+	grep -v "^transformers==" constraints.txt > .venvs/$*/constraints.txt
+	.venvs/$*/bin/python -m pip install --quiet -c .venvs/$*/constraints.txt "transformers==$*" -e ".[dev,gguf,eval]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venvs
