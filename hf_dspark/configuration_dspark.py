@@ -10,6 +10,16 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "target_hidden_size",
+)
 
 
 @strict
@@ -119,6 +129,7 @@ class DSparkConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
+        self._check_sizes()
         self._check_block()
         self._check_taps()
         self._check_heads()
@@ -133,6 +144,16 @@ class DSparkConfig(PreTrainedConfig):
         """Width of the concatenated taps, `n_taps * target_hidden_size`."""
         return len(self.target_layer_ids) * self.target_hidden_size
 
+    def _check_sizes(self):
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` {self.num_attention_heads} is not a multiple of "
+                f"`num_key_value_heads` {self.num_key_value_heads}."
+            )
+
     def _check_block(self):
         if self.num_draft_tokens < 1:
             layout = "anchor-first" if self.sample_from_anchor else "1+N"
@@ -144,11 +165,6 @@ class DSparkConfig(PreTrainedConfig):
             raise ValueError(
                 f"`mask_token_id` {self.mask_token_id} is not a row of the vocabulary ({self.vocab_size} rows). "
                 "Set it to the id the draft was trained with."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"`num_attention_heads` {self.num_attention_heads} is not a multiple of "
-                f"`num_key_value_heads` {self.num_key_value_heads}."
             )
 
     def _check_taps(self):

@@ -35,11 +35,25 @@ def load_draft(
 ):
     """`from_pretrained` of a draft; `load` is transformers' own. See `DSparkForCausalLM.from_pretrained`."""
     hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+    if kwargs.get("use_safetensors") is False:
+        raise ValueError("`use_safetensors=False` is not supported: drafts are only read from safetensors.")
     for name in UNUSED_ARGUMENTS:
         kwargs.pop(name, None)
+    if overridden := kwargs.keys() & DSparkConfig().to_dict().keys() - {"dtype"}:
+        raise ValueError(_no_override(sorted(overridden)))
+    if sample_from_anchor is None and config is not None and not isinstance(config, DSparkConfig):
+        # AutoModel has put the argument into the config when the file has that key.
+        sample_from_anchor = getattr(config, "sample_from_anchor", None)
     checkpoint = formats.open_checkpoint(path_or_id, sample_from_anchor=sample_from_anchor, **hub)
     if isinstance(config, DSparkConfig):
         checkpoint = dataclasses.replace(checkpoint, config=config)
+    elif config is not None:
+        stated = checkpoint.config.foreign or {}
+        changed = [
+            name for name in formats.DRAFT_KEYS if name in stated and getattr(config, name, None) != stated[name]
+        ]
+        if changed:
+            raise ValueError(_no_override(changed))
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in cls(checkpoint.config).state_dict().items()}
     formats.check_tensors(checkpoint, expected)
@@ -51,6 +65,13 @@ def load_draft(
         key_mapping=renames or None,
         use_safetensors=True,
         **kwargs,
+    )
+
+
+def _no_override(names: list[str]) -> str:
+    return (
+        f"{', '.join(f'`{name}`' for name in names)} cannot be overridden while loading, except `sample_from_anchor`. "
+        "Pass a whole `config=DSparkConfig(...)`, or change config.json."
     )
 
 

@@ -65,6 +65,11 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
     _dspark_draft = True
 
     def __init__(self, config: DSparkConfig):
+        if not isinstance(config, DSparkConfig):
+            raise ValueError(
+                f"{type(self).__name__} is built from a `DSparkConfig`, got {type(config).__name__}. "
+                "Load a checkpoint with `from_pretrained`."
+            )
         super().__init__(config)
         if config.has_embed_tokens:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
