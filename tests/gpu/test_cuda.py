@@ -2,10 +2,11 @@
 
 import copy
 
-import checks
 import pytest
-import tiny
 import torch
+
+import checks
+import tiny
 
 pytestmark = [
     pytest.mark.gpu,
