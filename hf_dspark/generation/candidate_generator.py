@@ -7,15 +7,12 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .. import confidence
 from .._compat import hidden_states_request
 from ..context import DraftContext
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import DraftBlock, Proposer
-from ..sampling import draw
 from ..target import context_features, share_vocabulary
-from .options import draft_options
-from .verify import applies_to_draft, draft_distribution
+from .policy import DraftPolicy
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
     ):
         self.draft = draft
-        self.options = draft_options(draft, generation_config)
-        self.do_sample = bool(generation_config.do_sample)
-        self.sample_method = draft.draft_sample_method
-        if self.sample_method not in ("probabilistic", "greedy"):
-            raise ValueError(
-                f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
-            )
-        self.processors = LogitsProcessorList(p for p in logits_processor or [] if applies_to_draft(p))
+        self.policy = DraftPolicy(draft, generation_config, logits_processor)
         self.max_length = generation_config.max_length
         context = DraftContext(draft.config, 1, draft.device, draft.dtype)
         self.proposer = Proposer(draft, share_vocabulary(draft.config, target), context)
@@ -98,23 +88,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             position: of the anchor among the real tokens.
             limit: most drafts that the length limit leaves room for.
         """
-        config = self.draft.config
-        block = self.proposer.propose(input_ids, position, self._choose)
-        verified = self.options.num_assistant_tokens
-        c = None
-        if block.confidence_logits is not None:
-            c = confidence.conditional(block.confidence_logits[0], config.confidence_temperatures)
-            if self.options.threshold > 0:
-                verified = min(verified, confidence.truncate(c, self.options.threshold))
-        if limit is not None:
-            verified = min(verified, limit)
+        block = self.proposer.propose(input_ids, position, self.policy.choose)
+        c = self.policy.conditional(block.confidence_logits)
+        c = None if c is None else c[0]
+        verified = self.policy.verified(c, limit)
         tokens = block.tokens[0, :verified]
-        q = draft_distribution(block.scores[0, :verified], tokens, self.sample_method) if self.do_sample else None
-        return Proposal(block, tokens, q, c)
-
-    def _choose(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = self.processors(prefix, logits.clone()) if self.processors else logits
-        return scores, draw(scores, do_sample=self.do_sample and self.sample_method == "probabilistic")
+        return Proposal(block, tokens, self.policy.distribution(block.scores[0, :verified], tokens), c)
 
     def get_candidates(
         self,

@@ -1,0 +1,60 @@
+"""`DraftPolicy`: how the drafts of a call are chosen, and how many of them are verified."""
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList
+
+from .. import confidence
+from ..modeling_dspark import DSparkForCausalLM
+from ..sampling import draw
+from .options import draft_options
+from .verify import applies_to_draft, draft_distribution
+
+
+class DraftPolicy:
+    """Options, processors and sampling of one generate() call, as far as the draft is concerned.
+
+    Attributes:
+        options: resolved assistant options.
+        processors: the call's processors that may see drafts; they shape q.
+        do_sample: whether the target samples.
+        sample_method: `draft.draft_sample_method`.
+
+    Raises:
+        ValueError: for options out of range.
+    """
+
+    def __init__(
+        self,
+        draft: DSparkForCausalLM,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None,
+    ):
+        self.options = draft_options(draft, generation_config)
+        self.processors = LogitsProcessorList(p for p in logits_processor or [] if applies_to_draft(p))
+        self.do_sample = bool(generation_config.do_sample)
+        self.sample_method = draft.draft_sample_method
+        self._temperatures = draft.config.confidence_temperatures
+        if self.sample_method not in ("probabilistic", "greedy"):
+            raise ValueError(
+                f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
+            )
+
+    def choose(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Processed scores [B, V] and the chosen ids [B] of one slot; `prefix` [B, t], `logits` [B, V]."""
+        scores = self.processors(prefix, logits.clone()) if self.processors else logits
+        return scores, draw(scores, do_sample=self.do_sample and self.sample_method == "probabilistic")
+
+    def distribution(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+        """q [ℓ, V] of drafts [ℓ] chosen from `scores` [ℓ, V]; `None` for greedy decoding."""
+        return draft_distribution(scores, tokens, self.sample_method) if self.do_sample else None
+
+    def conditional(self, confidence_logits: torch.Tensor | None) -> torch.Tensor | None:
+        """c_k with the draft's temperatures."""
+        return None if confidence_logits is None else confidence.conditional(confidence_logits, self._temperatures)
+
+    def verified(self, c: torch.Tensor | None, limit: int | None) -> int:
+        """ℓ of one row: `c` [γ] or `None`, `limit` the drafts that the length limit leaves room for."""
+        count = self.options.num_assistant_tokens
+        if c is not None and self.options.threshold > 0:
+            count = min(count, confidence.truncate(c, self.options.threshold))
+        return count if limit is None else min(count, limit)
