@@ -13,24 +13,28 @@ quickstart: setup-demo
 test: lint setup-demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-setup-demo: $(VENV)/.installed
+setup-demo: $(VENV)/.base
 	$(BIN)/hf-dspark setup-demo
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[gguf]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,eval]"
+	touch $@
 
 # The tests that need no embedded pair, on the oldest, a middle and the newest supported transformers.
 test-versions: $(VERSIONS:%=test-transformers-%)
 
 test-transformers-%: .venvs/%/.installed
 	OMP_NUM_THREADS=1 .venvs/$*/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow"
-
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,eval]"
-	touch $@
 
 .PRECIOUS: .venvs/%/.installed
 .venvs/%/.installed: pyproject.toml constraints.txt
