@@ -95,6 +95,22 @@ def rounds_match(stats, draft_oracle: oracle.Oracle, target, text: list[int], **
                 torch.testing.assert_close(torch.tensor(here.survival), block.survival(), atol=1e-4, rtol=1e-4)
 
 
+def same_outputs(found, expected):
+    """Every field of two generate() outputs is equal in count, nesting, shape and value."""
+    assert type(found) is type(expected) and set(expected) <= set(found)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for name in ("scores", "logits", "hidden_states", "attentions"):
+        ours, theirs = found.get(name), expected.get(name)
+        assert (ours is None) == (theirs is None), name
+        if theirs is None:
+            continue
+        assert len(ours) == len(theirs), name
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            for x, y in zip(*((a, b) if isinstance(b, tuple) else ((a,), (b,))), strict=True):
+                assert x.shape == y.shape and x.dtype == y.dtype, (name, step)
+                torch.testing.assert_close(x, y, atol=2e-4, rtol=2e-4, msg=lambda m, at=(name, step): f"{at}: {m}")
+
+
 class ListStreamer(BaseStreamer):
     """Keeps every `put` as a list and counts `end`."""
 

@@ -11,6 +11,7 @@ import pytest
 import scipy.stats
 import torch
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -193,6 +194,24 @@ def test_generate_is_exact_with_a_threshold_and_a_perfect_draft():
     counts, stats = transitions(target, target)
     assert p_value(counts, target.softmax(-1)) > SURE
     assert stats.acceptance_rate > 0.99, "q = p is accepted but for rounding"
+
+
+class Flatten(LogitsProcessor):
+    """A caller's own processor: it runs on the target's side only, slot by slot, and q knows nothing of it."""
+
+    def __call__(self, input_ids, scores):
+        return scores.mul(0.5).index_fill(-1, torch.tensor([2]), -torch.inf)
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+def test_generate_is_exact_with_a_callers_own_processor(method):
+    target, drafts = tables()
+    processors = LogitsProcessorList([Flatten()])
+    counts, stats = transitions(target, drafts["good"], method=method, temperature=0.8, logits_processor=processors)
+    # Processors of the call come before temperature.
+    expected = Flatten()(None, target.clone()) / 0.8
+    assert p_value(counts, expected.softmax(-1)) > SURE
+    assert 0 < stats.num_accepted < stats.num_verified
 
 
 def patch_everywhere(monkeypatch, name, function):

@@ -25,22 +25,6 @@ def led(target, prompt=PROMPT, length=20, **options):
     return text, tiny.load_draft(config, tensors), oracle.Oracle(config, tensors)
 
 
-def same_outputs(found, expected):
-    """Every field of the output: count, nesting, shape and value."""
-    assert type(found) is type(expected) and set(expected) <= set(found)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    for name in ("scores", "logits", "hidden_states", "attentions"):
-        ours, theirs = found.get(name), expected.get(name)
-        assert (ours is None) == (theirs is None), name
-        if theirs is None:
-            continue
-        assert len(ours) == len(theirs), name
-        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            for x, y in zip(*((a, b) if isinstance(b, tuple) else ((a,), (b,))), strict=True):
-                assert x.shape == y.shape and x.dtype == y.dtype, (name, step)
-                torch.testing.assert_close(x, y, atol=2e-4, rtol=2e-4, msg=lambda m, at=(name, step): f"{at}: {m}")
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "gemma3_text", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("wanted", [*OUTPUTS, "all", "none"])
 def test_return_dict(family, wanted):
@@ -52,7 +36,7 @@ def test_return_dict(family, wanted):
     expected = checks.plain(target, PROMPT, **options)
     found, stats = checks.generate(target, draft, PROMPT, **options)
     assert 0 < stats.num_accepted < stats.num_verified
-    same_outputs(found, expected)
+    checks.same_outputs(found, expected)
     assert found[CACHE_KEY].get_seq_length() == expected[CACHE_KEY].get_seq_length()
 
 
@@ -67,7 +51,7 @@ def test_return_dict_with_other_options(more):
     target = tiny.random_target(layers=3, attention="eager")
     options = {"return_dict_in_generate": True} | OUTPUTS | more
     text, draft, _ = led(target, **{k: v for k, v in more.items() if k == "repetition_penalty"})
-    same_outputs(checks.generate(target, draft, PROMPT, **options)[0], checks.plain(target, PROMPT, **options))
+    checks.same_outputs(checks.generate(target, draft, PROMPT, **options)[0], checks.plain(target, PROMPT, **options))
 
 
 def test_return_dict_with_padding():
@@ -75,7 +59,7 @@ def test_return_dict_with_padding():
     ids, mask = checks.tensor([1, 1] + PROMPT), torch.tensor([[0, 0] + [1] * 7])
     text, draft, _ = led(target)
     options = {"return_dict_in_generate": True, "attention_mask": mask} | OUTPUTS
-    same_outputs(checks.generate(target, draft, ids, **options)[0], checks.plain(target, ids, **options))
+    checks.same_outputs(checks.generate(target, draft, ids, **options)[0], checks.plain(target, ids, **options))
 
 
 def test_transition_scores():
