@@ -1,10 +1,22 @@
 """`DraftContext`: the draft's memory of committed tokens."""
 
+from typing import Protocol
+
 import torch
 
 from .configuration_dspark import DSparkConfig
 
 STEP = 256
+
+
+class Context(Protocol):
+    """What the backbone needs of a draft's memory."""
+
+    def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+
+    def with_block(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
 
 
 class DraftContext:
@@ -30,12 +42,17 @@ class DraftContext:
             self._write(i, keys, values)
         self.length += added
 
-    def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of context and block, [B, kv_heads, length + n, head_dim]; the context keeps its length."""
+    def with_block(
+        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values of context and block, [B, kv_heads, length + n, head_dim]; the context keeps its length.
+
+        The third value is the attention mask: `None`, because a block sees all of its context and itself.
+        """
         self._reserve(keys.shape[2])
         self._write(layer_idx, keys, values)
         end = self.length + keys.shape[2]
-        return self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end]
+        return self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end], None
 
     def crop(self, length: int) -> None:
         """Forget tokens past `length`."""

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 from .configuration_dspark import DSparkConfig
-from .context import DraftContext
+from .context import Context
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -55,14 +55,14 @@ class DSparkAttention(nn.Module):
             values = F.rms_norm(values, (self.head_dim,), eps=self.config.rms_norm_eps)
         return apply_rope(self.k_norm(keys), rope).transpose(1, 2), values.transpose(1, 2)
 
-    def forward(self, hidden: torch.Tensor, rope: Rope, context: DraftContext) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rope: Rope, context: Context) -> torch.Tensor:
         """`hidden` [B, n, H] -> [B, n, H]; the block's own keys and values are only scratch in `context`."""
         queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         queries = apply_rope(queries, rope).transpose(1, 2)
         projected = torch.cat([projection(hidden) for projection in self.key_value_projections()], dim=-1)
-        keys, values = context.with_block(self.layer_idx, *self.keys_values(projected, rope))
+        keys, values, mask = context.with_block(self.layer_idx, *self.keys_values(projected, rope))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attention(self, queries, keys, values, None, dropout=0.0, scaling=self.scaling)
+        output, _ = attention(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling)
         return self.o_proj(output.flatten(2))
 
 
@@ -93,7 +93,7 @@ class DSparkLayer(nn.Module):
         for name in norms:
             setattr(self, name, Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
-    def forward(self, hidden: torch.Tensor, rope: Rope, context: DraftContext) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rope: Rope, context: Context) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), rope, context)
         if not self.sandwich_norms:
             hidden = hidden + attended

@@ -18,7 +18,7 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .configuration_dspark import DSparkConfig
-from .context import DraftContext
+from .context import Context
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .layers import DSparkLayer
 from .target import TargetVocabulary, share_vocabulary
@@ -122,7 +122,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
 
     # ---- the two phases of a round
 
-    def append_context(self, context: DraftContext, features: torch.Tensor, positions: torch.Tensor) -> None:
+    def append_context(self, context: Context, features: torch.Tensor, positions: torch.Tensor) -> None:
         """Store keys and values of committed tokens in every draft layer.
 
         Args:
@@ -141,7 +141,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self,
         block_ids: torch.Tensor,
         positions: torch.Tensor,
-        context: DraftContext,
+        context: Context,
         vocabulary: TargetVocabulary | None = None,
     ) -> BackboneOutput:
         """Run the backbone over blocks `[x_0, MASK, ...]` (paper, block-parallel stage).

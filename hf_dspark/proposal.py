@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from . import confidence
-from .context import DraftContext
+from .context import Context, DraftContext
 from .generation.logits_process import MarkovLogitsProcessor
 from .modeling_dspark import BackboneOutput, DSparkForCausalLM, fit_vocabulary
 from .sampling import draw
@@ -72,22 +72,24 @@ def markov_walk(
 
 
 class Proposer:
-    """A draft at work on one sequence: its context, and a block whenever it is asked."""
+    """A draft at work for a target."""
 
-    def __init__(self, draft: DSparkForCausalLM, vocabulary: TargetVocabulary, context: DraftContext):
+    def __init__(self, draft: DSparkForCausalLM, vocabulary: TargetVocabulary):
         self.draft = draft
         self.vocabulary = vocabulary
-        self.context = context
         self.markov = MarkovLogitsProcessor(draft.markov_head)
 
-    def propose(self, input_ids: torch.Tensor, position: int, choose: Choose) -> DraftBlock:
-        """One block after the anchor `input_ids[:, -1]`, which stands at `position`; `input_ids` [B, t]."""
+    def propose(
+        self, context: Context, input_ids: torch.Tensor, position: int | torch.Tensor, choose: Choose
+    ) -> DraftBlock:
+        """One block after the anchors `input_ids[:, -1]`, which stand at `position` (of all rows, or [B])."""
         draft, config = self.draft, self.draft.config
         input_ids = input_ids.to(draft.device)
         block_ids = input_ids.new_full((input_ids.shape[0], config.block_size), config.mask_token_id)
         block_ids[:, 0] = input_ids[:, -1]
-        positions = torch.arange(position, position + config.block_size, device=draft.device).unsqueeze(0)
-        backbone = draft(block_ids, positions, self.context, self.vocabulary)
+        anchors = torch.as_tensor(position, device=draft.device).reshape(-1, 1)
+        positions = anchors + torch.arange(config.block_size, device=draft.device)
+        backbone = draft(block_ids, positions, context, self.vocabulary)
         self.markov.begin(backbone.hidden_states)
         tokens, logits, scores = markov_walk(input_ids, backbone.base_logits, self.markov, self.vocabulary.size, choose)
         prev = torch.cat((input_ids[:, -1:], tokens[:, :-1]), dim=1)
@@ -143,4 +145,4 @@ def propose(
     context = DraftContext(config, batch_size, draft.device, draft.dtype)
     length = target_hidden_states.shape[1]
     draft.append_context(context, target_hidden_states, torch.arange(length).unsqueeze(0))
-    return Proposer(draft, vocabulary, context).propose(anchor_ids.unsqueeze(1), length, choose)
+    return Proposer(draft, vocabulary).propose(context, anchor_ids.unsqueeze(1), length, choose)

@@ -56,16 +56,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.draft = draft
         self.policy = DraftPolicy(draft, generation_config, logits_processor)
         self.max_length = generation_config.max_length
-        context = DraftContext(draft.config, 1, draft.device, draft.dtype)
-        self.proposer = Proposer(draft, share_vocabulary(draft.config, target), context)
-
-    @property
-    def context(self) -> DraftContext:
-        return self.proposer.context
-
-    @context.setter
-    def context(self, context: DraftContext) -> None:
-        self.proposer.context = context
+        self.context = DraftContext(draft.config, 1, draft.device, draft.dtype)
+        self.proposer = Proposer(draft, share_vocabulary(draft.config, target))
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
@@ -88,7 +80,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             position: of the anchor among the real tokens.
             limit: most drafts that the length limit leaves room for.
         """
-        block = self.proposer.propose(input_ids, position, self.policy.choose)
+        block = self.proposer.propose(self.context, input_ids, position, self.policy.choose)
         c = self.policy.conditional(block.confidence_logits)
         c = None if c is None else c[0]
         verified = self.policy.verified(c, limit)

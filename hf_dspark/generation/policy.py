@@ -39,9 +39,12 @@ class DraftPolicy:
                 f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
             )
 
-    def choose(self, prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(
+        self, prefix: torch.Tensor, logits: torch.Tensor, processors: LogitsProcessorList | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Processed scores [B, V] and the chosen ids [B] of one slot; `prefix` [B, t], `logits` [B, V]."""
-        scores = self.processors(prefix, logits.clone()) if self.processors else logits
+        processors = self.processors if processors is None else processors
+        scores = processors(prefix, logits.clone()) if processors else logits
         return scores, draw(scores, do_sample=self.do_sample and self.sample_method == "probabilistic")
 
     def distribution(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
