@@ -24,12 +24,18 @@ def inspect(
     table.add_column(overflow="fold")
     for name, value in result.items():
         if name != "resolution":
-            table.add_row(name, ", ".join(map(str, value)) if isinstance(value, list) else str(value))
+            table.add_row(name, _shown(value))
     console.out.print(table)
     console.out.print("\n[bold]Decided, and why[/bold]")
     for what, why in result["resolution"].items():
         console.out.print(f"  {what}: {why}", markup=False)
     console.write_json(json, result)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not stated"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def describe(path: str) -> dict[str, Any]:
