@@ -1,6 +1,7 @@
 """Statistics: who sees which call."""
 
 import asyncio
+import functools
 import json
 import threading
 
@@ -13,9 +14,15 @@ import tiny
 PROMPT = [7, 21, 40]
 
 
+@functools.cache
+def pair():
+    return tiny.perm_target(), tiny.perm_draft()
+
+
 def run(prompt=PROMPT, **options):
-    return tiny.perm_target().generate(
-        checks.tensor(prompt), assistant_model=tiny.perm_draft(), do_sample=False, **({"max_new_tokens": 11} | options)
+    target, draft = pair()
+    return target.generate(
+        checks.tensor(prompt), assistant_model=draft, do_sample=False, **({"max_new_tokens": 11} | options)
     )
 
 
@@ -75,6 +82,7 @@ def test_rounds_fill_while_the_call_runs():
 
 
 def test_threads_do_not_mix():
+    pair()  # transformers does not load models from several threads at once
     found = {}
 
     def work(tokens):
