@@ -50,8 +50,7 @@ def _remember_options(original: Callable) -> Callable:
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
         named = named_options(generation_config, kwargs)
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
-        if named:
-            setattr(prepared, NAMED_BY_CALLER, named)
+        setattr(prepared, NAMED_BY_CALLER, named)
         return prepared, model_kwargs
 
     return _prepare_generation_config

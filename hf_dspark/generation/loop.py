@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 
 from .._compat import CACHE_KEY
 from ..modeling_dspark import DSparkForCausalLM
@@ -21,6 +21,8 @@ from .record import CallRecord, Round
 from .stopping import Transcript
 from .target_cache import TargetCache
 from .verify import verify
+
+logger = logging.get_logger(__name__)
 
 
 class PrefillRecorder:
@@ -71,6 +73,7 @@ class PlainLoop:
         self.kwargs = model_kwargs
         self.record = record
         self.generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
+        self._note(self.generator.policy.options.note)
         keeps = bool(generation_config.return_dict_in_generate)
         self.transcript = Transcript(
             input_ids,
@@ -95,7 +98,7 @@ class PlainLoop:
             while not self.transcript.stopped:
                 self._round()
         finally:
-            self.cache.stop_recording()
+            self.cache.close()
         if self.streamer is not None:
             self.streamer.end()
         self.cache.keep_draft_context(self.draft, self.generator.context)
@@ -149,10 +152,13 @@ class PlainLoop:
             self.generator.context = context
         unseen = past - self.generator.context.length
         if unseen:
-            self.record.explain(
-                self.record.stats.path,
-                f"{self.record.stats.reason}; the cache holds {unseen} tokens that the draft has not seen",
-            )
+            self._note(f"the cache holds {unseen} tokens that the draft has not seen")
+
+    def _note(self, note: str) -> None:
+        """Say once what could not be used, in the log and in the statistics."""
+        if note:
+            logger.warning_once(f"hf_dspark: {note}.")
+            self.record.explain(self.record.stats.path, f"{self.record.stats.reason}; {note}")
 
     def _round(self) -> None:
         started = time.perf_counter()

@@ -9,17 +9,19 @@ from ..modeling_dspark import DSparkForCausalLM
 
 # What generate() writes into a config when nobody said anything.
 FILLED_BY_GENERATE = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-# Set by the hook on the config of a call, where the caller gave any: the names among the above that were given.
+# Set by the hook on the config of a call: the names among the above that the caller gave.
 NAMED_BY_CALLER = "_dspark_named_options"
 
 
 def named_options(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> list[str]:
-    """Names of assistant options given in a generate() call or in the generation config passed to it."""
-    return [
-        name
-        for name in FILLED_BY_GENERATE
-        if kwargs.get(name) is not None or getattr(generation_config, name, None) is not None
-    ]
+    """Names of assistant options given in a generate() call or in the generation config passed to it.
+
+    A config that generate() has prepared before (pipelines pass such ones) carries its own note of what was given.
+    """
+    noted = getattr(generation_config, NAMED_BY_CALLER, None)
+    if noted is None:
+        noted = [name for name in FILLED_BY_GENERATE if getattr(generation_config, name, None) is not None]
+    return [name for name in FILLED_BY_GENERATE if name in noted or kwargs.get(name) is not None]
 
 
 class DraftOptions(NamedTuple):

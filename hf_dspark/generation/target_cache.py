@@ -17,6 +17,7 @@ class TargetCache:
         self.cache = cache
         self.croppable = True
         self._recording: list[Any] = []
+        self._committed = 0
 
     def length(self) -> int:
         """Tokens in the cache."""
@@ -32,11 +33,13 @@ class TargetCache:
         if self.croppable:
             self._recording = [layer for layer in self.cache.layers if getattr(layer, "record_past", None) is False]
             self.cache.activate_past_recording()
+        self._committed = self.length()
 
     def forget(self, num_tokens: int) -> None:
         """Roll back the last tokens; 0 still lets sliding layers shrink to their window."""
         if self.croppable:
             self.cache.crop(-num_tokens)
+        self._committed = self.length()
 
     def attention_step(self, attentions: tuple, i: int, drafts: int) -> tuple:
         """Attentions of slot i of a block as the one-token step of plain generate() would have given them."""
@@ -55,8 +58,10 @@ class TargetCache:
         owner, context = getattr(self.cache, "_dspark_context", (None, None))
         return context if owner == draft.context_owner else None
 
-    def stop_recording(self) -> None:
-        """End of the call: layers drop old states again, as after plain generate()."""
+    def close(self) -> None:
+        """End of the call, also by an exception: no unverified token stays, and layers drop old states again."""
+        if self._committed:
+            self.forget(self.length() - self._committed)
         for layer in self._recording:
             layer.record_past = False
 

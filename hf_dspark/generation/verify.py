@@ -6,7 +6,7 @@ state, so then slots are decided one after the other and it only ever sees commi
 
 import torch
 import torch.nn.functional as F
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from ..sampling import accept, next_distribution
 from .stopping import Transcript
@@ -17,9 +17,12 @@ REJECTED = -1
 def applies_to_draft(processor: LogitsProcessor) -> bool:
     """Whether a processor may see drafts that the target has not confirmed.
 
-    True for transformers' own, which are functions of the ids they are given. Others may say so themselves with a class
-    attribute `draft_safe = True`; it only changes how often drafts are accepted.
+    True for transformers' own, which are functions of the ids they are given. The caller's code may say so with an
+    attribute `draft_safe = True` on the processor or the `prefix_allowed_tokens_fn`; it only changes how often drafts
+    are accepted.
     """
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        return bool(getattr(processor._prefix_allowed_tokens_fn, "draft_safe", False))
     own = type(processor).__module__.startswith("transformers.")
     return bool(getattr(processor, "draft_safe", own))
 
