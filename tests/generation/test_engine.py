@@ -3,9 +3,9 @@
 import random
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from hf_dspark.generation import attention, hook
 from hf_dspark.generation.engine import RaggedLoop
 from hf_dspark.generation.record import CallRecord
