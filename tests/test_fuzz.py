@@ -102,18 +102,17 @@ def draw_stop(rng: random.Random, new: list[int]):
 
 def draw_prompt(rng: random.Random, prompt: list[int], target, options: dict):
     """(ids, function that makes its keyword arguments): how the prompt reaches generate()."""
-    way = rng.choice(["ids", "ids", "padded", "embeds", "cache", "chunks"])
-    ids = checks.tensor(prompt)
-    if way == "padded":
+    way = rng.choice(["ids", "ids", "padded", "embeds", "cache"])
+    ids, common = checks.tensor(prompt), {}
+    if way == "padded" or (way == "embeds" and rng.random() < 0.3):
         pad = rng.randint(1, 4)
-        mask = torch.tensor([[0] * pad + [1] * len(prompt)])
-        return torch.cat((torch.full((1, pad), 5), ids), -1), lambda: {"attention_mask": mask}
+        common["attention_mask"] = torch.tensor([[0] * pad + [1] * len(prompt)])
+        ids = torch.cat((torch.full((1, pad), 5), ids), -1)
     if way == "embeds" and "encoder_repetition_penalty" not in options:
         embeds = target.get_input_embeddings()(ids).detach()
-        return None, lambda: {"inputs_embeds": embeds}
-    if way == "chunks":
-        size = rng.randint(1, 5)
-        return ids, lambda: {"prefill_chunk_size": size}
+        return None, lambda: {"inputs_embeds": embeds, **common}
+    if rng.random() < 0.3:
+        common["prefill_chunk_size"] = rng.randint(1, 5)
     if way == "cache" and len(prompt) > 1:
         filled = rng.randrange(1, len(prompt))
 
@@ -121,10 +120,10 @@ def draw_prompt(rng: random.Random, prompt: list[int], target, options: dict):
             cache = DynamicCache(config=target.config)
             with torch.no_grad():
                 target(ids[:, :filled], use_cache=True, **{CACHE_KEY: cache})
-            return {CACHE_KEY: cache}
+            return {CACHE_KEY: cache, **common}
 
         return ids, make
-    return ids, dict
+    return ids, lambda: common
 
 
 def teach(rng: random.Random, draft, kind: str, text: list[int], prompt: int, gamma: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 import checks
 import tiny
@@ -160,6 +160,27 @@ def test_stop_strings(text, drafts):
     draft = tiny.perm_draft() if drafts == "full" else tiny.scripted_draft([3, 1, 0, 4], CHAIN[0])
     new, _ = checks.equal_to_plain(tiny.perm_target(), draft, PROMPT, stop_strings=strings, tokenizer=tokenizer)
     assert len(new) == {"single": 7, "across": 7, "first": 1, "never": 20, "several": 8}[text]
+
+
+class LaterEos(EosTokenCriteria):
+    """A caller's own idea of an end-of-text token: only from the fifth new token on."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids, scores, **kwargs) & (input_ids.shape[1] >= len(PROMPT) + 5)
+
+
+CALLERS = {
+    "length": (lambda: MaxLengthCriteria(len(PROMPT) + 7), 7), "eos": (lambda: EosTokenCriteria([CHAIN[8], 63]), 9),
+    "own eos": (lambda: LaterEos([CHAIN[2], CHAIN[6]]), 7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_the_callers_own_criteria_of_transformers_kinds(name):
+    make, expected = CALLERS[name]
+    options = lambda: {"stopping_criteria": StoppingCriteriaList([make()]), "pad_token_id": 0}  # noqa: E731
+    new, _ = checks.equal_to_plain(tiny.perm_target(), tiny.perm_draft(), PROMPT, options)
+    assert len(new) == expected
 
 
 def test_max_time_ends_the_text():

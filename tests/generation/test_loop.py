@@ -210,6 +210,45 @@ def test_padding_inside_and_on_the_right_is_plain_generates_business():
         checks.equal_to_plain(target, draft, PROMPT, attention_mask=torch.tensor([mask]))
 
 
+def test_a_prompt_with_pad_tokens_in_it():
+    """Without a mask, generate() masks the pad tokens that it finds in the prompt."""
+    target = tiny.random_target(layers=3)
+    text, draft, _ = led(target)
+    for pad in (PROMPT[0], PROMPT[2]):
+        checks.equal_to_plain(target, draft, PROMPT, pad_token_id=pad, eos_token_id=63)
+
+
+def test_padded_embeds():
+    target = tiny.random_target(layers=3)
+    text, draft, slow = led(target)
+    embeds = target.get_input_embeddings()(checks.tensor([1, 1] + PROMPT)).detach()
+    options = {"inputs_embeds": embeds, "attention_mask": torch.tensor([[0, 0] + [1] * 7])}
+    output, stats = checks.generate(target, draft, None, **options)
+    assert output[0].tolist() == checks.plain(target, None, **options)[0].tolist() == text[7:]
+    checks.rounds_match(stats, slow, target, text)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding"])
+def test_turns_with_a_padded_prompt(family):
+    """The cache holds the padding, the draft's context does not; both find their place again in the next turn."""
+    target = tiny.random_target(family, layers=3)
+    text, draft, slow = led(target, length=30)
+    pad = [1, 1, 1]
+    first, stats = checks.generate(
+        target, draft, checks.tensor(pad + PROMPT), max_new_tokens=9, return_dict_in_generate=True,
+        attention_mask=torch.tensor([[0] * 3 + [1] * 7]),
+    )  # fmt: skip
+    longer = first.sequences[0].tolist()
+    assert longer == pad + text[:16]
+    mask = torch.tensor([[0] * 3 + [1] * 16])
+    output, stats = checks.generate(
+        target, draft, longer, attention_mask=mask, max_new_tokens=10, **{CACHE_KEY: first[CACHE_KEY]}
+    )
+    assert output[0].tolist() == pad + text[:26]
+    assert stats.rounds[0].position == 16 and "not seen" not in stats.reason
+    checks.rounds_match(stats, slow, target, text)
+
+
 @pytest.mark.parametrize("implementation", ["dynamic", "offloaded", "dynamic_full"])
 def test_cache_implementations(implementation):
     target = tiny.random_target("qwen3_sliding", layers=3)
