@@ -3,13 +3,15 @@
 import torch
 
 
-def conditional(confidence_logits: torch.Tensor, temperatures: list[float] | None = None) -> torch.Tensor:
+def conditional(
+    confidence_logits: torch.Tensor, temperatures: list[float] | torch.Tensor | None = None
+) -> torch.Tensor:
     """c_k = σ(logit_k / T_k), the conditional acceptance probability of each slot.
 
     Shapes: [..., γ] in and out, float32. `temperatures` are the γ STS temperatures; `None` means T_k = 1.
     """
     if temperatures is not None:
-        confidence_logits = confidence_logits / confidence_logits.new_tensor(temperatures)
+        confidence_logits = confidence_logits / torch.as_tensor(temperatures, device=confidence_logits.device)
     return confidence_logits.sigmoid()
 
 

@@ -1,10 +1,13 @@
 """`DraftContext`: the draft's memory of committed tokens."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .configuration_dspark import DSparkConfig
+
+if TYPE_CHECKING:
+    from .layers import DSparkAttention
 
 STEP = 256
 
@@ -14,9 +17,9 @@ class Context(Protocol):
 
     def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
 
-    def with_block(
-        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]: ...
+    def attend(
+        self, layer: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor: ...
 
 
 class DraftContext:
@@ -42,17 +45,18 @@ class DraftContext:
             self._write(i, keys, values)
         self.length += added
 
-    def with_block(
-        self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values of context and block, [B, kv_heads, length + n, head_dim]; the context keeps its length.
+    def attend(
+        self, layer: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of a block over the context and itself.
 
-        The third value is the attention mask: `None`, because a block sees all of its context and itself.
+        `queries` [B, heads, n, head_dim], `keys` and `values` [B, kv_heads, n, head_dim] of the block -> [B, n, heads,
+        head_dim]. The context keeps its length.
         """
         self._reserve(keys.shape[2])
-        self._write(layer_idx, keys, values)
+        self._write(layer.layer_idx, keys, values)
         end = self.length + keys.shape[2]
-        return self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end], None
+        return layer.attend(queries, self.keys[layer.layer_idx, :, :, :end], self.values[layer.layer_idx, :, :, :end])
 
     def crop(self, length: int) -> None:
         """Forget tokens past `length`."""

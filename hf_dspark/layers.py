@@ -60,10 +60,15 @@ class DSparkAttention(nn.Module):
         queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         queries = apply_rope(queries, rope).transpose(1, 2)
         projected = torch.cat([projection(hidden) for projection in self.key_value_projections()], dim=-1)
-        keys, values, mask = context.with_block(self.layer_idx, *self.keys_values(projected, rope))
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output, _ = attention(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling)
+        output = context.attend(self, queries, *self.keys_values(projected, rope))
         return self.o_proj(output.flatten(2))
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """transformers' attention of the configured kind: [B, heads, n, head_dim] -> [B, n, heads, head_dim]."""
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        return attention(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling)[0]
 
 
 class DSparkMLP(nn.Module):

@@ -191,7 +191,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         if not self.config.has_embed_tokens:
             return vocabulary.embed(ids).to(device=self.device, dtype=self.dtype)
         embedded = self.embed_tokens(ids.clamp(max=self.config.vocab_size - 1))
-        return embedded * embedded.new_tensor(self.config.embedding_scale)
+        # Gemma rounds the factor to the dtype of the embeddings.
+        return embedded * float(torch.tensor(self.config.embedding_scale, dtype=embedded.dtype))
 
     def _base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
         logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)

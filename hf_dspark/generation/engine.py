@@ -3,7 +3,6 @@
 All verify tokens of a round lie on one flat axis, so a finished row costs nothing.
 """
 
-import copy
 import time
 from typing import Any
 
@@ -12,30 +11,16 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from .._compat import CACHE_KEY, hidden_states_request
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import DraftBlock, Proposer
 from ..sampling import draw
-from ..target import context_features, share_vocabulary
-from . import attention
+from ..target import share_vocabulary
 from .policy import DraftPolicy
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .record import CallRecord, Round
 from .stopping import Transcript
+from .twin import Twin
 from .verify import verify
-
-
-def ragged_twin(target: PreTrainedModel, cache: RaggedCache) -> PreTrainedModel:
-    """A copy of the target's modules that shares every tensor, reads and writes `cache` and attends raggedly.
-
-    The target itself is not touched: other calls may use it at the same time.
-    """
-    tensors = [*target.parameters(), *target.buffers()]
-    twin = copy.deepcopy(target, {id(tensor): tensor for tensor in tensors})
-    twin.set_attn_implementation(attention.NAME)
-    for module in twin.modules():
-        module.ragged_cache = [cache]  # in a list, because attributes of modules may not be shared otherwise
-    return twin.eval()
 
 
 class RowProcessors(LogitsProcessorList):
@@ -105,7 +90,7 @@ class RaggedLoop:
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self.cache = RaggedCache(num_layers, len(self.rows), capacity)
         self.context = RaggedContext(draft.config, len(self.rows), capacity, draft.device, draft.dtype)
-        self.target = ragged_twin(target, self.cache)
+        self.twin = Twin(target, self.cache, draft.config.target_layer_ids)
         self.proposer = Proposer(draft, share_vocabulary(draft.config, target))
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
@@ -125,7 +110,7 @@ class RaggedLoop:
     @torch.no_grad()
     def _prefill(self) -> None:
         lengths = [len(prompt) for prompt in self.prompts]
-        tokens = FlatTokens.of(list(range(len(lengths))), [0] * len(lengths), lengths, self.prompts[0].device)
+        tokens = FlatTokens.of([0] * len(lengths), lengths, self.prompts[0].device)
         ends = torch.tensor(lengths, device=tokens.rows.device).cumsum(0) - 1
         logits, features = self._forward(torch.cat(self.prompts), tokens, keep=ends)
         self._observe(features, tokens)
@@ -140,15 +125,11 @@ class RaggedLoop:
         self, ids: torch.Tensor, tokens: FlatTokens, keep: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Target forward of flat `ids` [T]: float32 logits (of the tokens in `keep`, or all) and features [1, T, ·]."""
-        self.cache.tokens = tokens
-        taps = self.draft.config.target_layer_ids
-        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": tokens.positions[None], CACHE_KEY: self.cache}
-        outputs = self.target(**inputs, use_cache=True, output_hidden_states=hidden_states_request(taps))
-        logits = outputs.logits[0] if keep is None else outputs.logits[0, keep]
-        return logits.to(dtype=torch.float32, device=ids.device), context_features(outputs, taps)
+        logits, features = self.twin.forward(ids, tokens, keep)
+        return logits.to(dtype=torch.float32, device=ids.device), features
 
     def _observe(self, features: torch.Tensor, tokens: FlatTokens) -> None:
-        self.context.tokens = tokens
+        self.context.committed = tokens
         self.draft.append_context(self.context, features, tokens.positions[None])
 
     @torch.no_grad()
@@ -166,7 +147,7 @@ class RaggedLoop:
             for i, (row, count) in enumerate(zip(active, verified, strict=True))
         ]
         counts = [count + 1 for count in verified]
-        tokens = FlatTokens.of([row.index for row in active], [row.length for row in active], counts, drafts.device)
+        tokens = self._flat(active, counts)
         logits, features = self._forward(torch.cat(ids), tokens)
 
         committed, kept = [], []
@@ -176,15 +157,16 @@ class RaggedLoop:
             start = sum(counts[:i])
             kept.append(torch.arange(start, start + committed[-1][0], device=drafts.device))
         keep = torch.cat(kept)
-        flat = FlatTokens(tokens.rows[keep], tokens.positions[keep], [])
-        self._observe(features[:, keep.to(features.device)], flat)
+        committed_tokens = self._flat(active, [count for count, _ in committed])
+        self._observe(features[:, keep.to(features.device)], committed_tokens)
         milliseconds = 1000 * (time.perf_counter() - started)
         for i, row in enumerate(active):
             self._finish(row, i, block, c, verified[i], *committed[i], milliseconds)
 
     def _propose(self, active: list[Row]) -> DraftBlock:
-        self.context.open_blocks([row.index for row in active], [row.length for row in active])
+        self.context.blocks = self._flat(active, [self.draft.config.block_size] * len(active))
         anchors = torch.stack([row.anchor for row in active])[:, None]
+        positions = torch.tensor([row.length for row in active], device=self.draft.device)
 
         def choose(prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if not self.policy.processors:
@@ -196,7 +178,13 @@ class RaggedLoop:
                 parts.append(self.policy.choose(ids, logits[i : i + 1], processors))
             return torch.cat([scores for scores, _ in parts]), torch.cat([token for _, token in parts])
 
-        return self.proposer.propose(self.context, anchors, self.context.lengths, choose)
+        return self.proposer.propose(self.context, anchors, positions, choose)
+
+    def _flat(self, active: list[Row], counts: list[int]) -> FlatTokens:
+        """The next `counts[i]` tokens of each active row on one axis."""
+        of_row = {row.index: count for row, count in zip(active, counts, strict=True)}
+        starts = [row.length for row in self.rows]
+        return FlatTokens.of(starts, [of_row.get(row.index, 0) for row in self.rows], self.prompts[0].device)
 
     def _finish(
         self,

@@ -1,0 +1,30 @@
+"""Attention over rows of different lengths as one operator, so that compiled layers do not look inside."""
+
+import torch
+
+from .. import kernels
+
+
+@torch.library.custom_op("hf_dspark::ragged_attention", mutates_args=())
+def ragged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    row_starts: torch.Tensor,
+    limits: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    most: int,
+) -> torch.Tensor:
+    """See `kernels.ragged_attention`; `most` tokens a row at most."""
+    rows = row_starts.shape[0] - 1  # without the spare row of the stores
+    keys, values = keys[:rows], values[:rows]
+    return kernels.ragged_attention(
+        query, keys, values, row_starts, limits, scale=scale, window=window, softcap=softcap, max_tokens_per_row=most
+    )
+
+
+@ragged_attention.register_fake
+def _(query, keys, values, row_starts, limits, scale, window, softcap, most):
+    return torch.empty_like(query)
