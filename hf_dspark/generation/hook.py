@@ -101,37 +101,43 @@ def decode(
     if isinstance(model_kwargs.get(CACHE_KEY), StaticCache):
         raise static_cache_error(f"{CACHE_KEY}=StaticCache(...)")
     assistant_model.attach_target(target)
+    arguments = input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
     reason = _target_only_reason(logits_processor, synced_gpus, model_kwargs)
     if reason is None:
         record = CallRecord("plain", PLAIN_REASON)
-        loop = PlainLoop(
-            target,
-            assistant_model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
-            record,
-        )
-        output = loop.run()
+        output = PlainLoop(target, assistant_model, *arguments, record).run()
     else:
-        logger.warning_once(f"hf_dspark: plain decoding without drafts: {reason}.")
         record = CallRecord("target_only", reason)
-        output = target._sample(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
-        sequences = output.sequences if generation_config.return_dict_in_generate else output
-        record.add_tokens(sequences.shape[1] - input_ids.shape[1])
+        output = _without_drafts(target, *arguments, synced_gpus, record)
     if generation_config.return_dict_in_generate:
         output.speculation = record.stats
+    return output
+
+
+def _without_drafts(
+    target,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    streamer,
+    model_kwargs,
+    synced_gpus,
+    record,
+):
+    """transformers' own one-token loop, for calls in which drafts would not be exact."""
+    logger.warning_once(f"hf_dspark: plain decoding without drafts: {record.stats.reason}.")
+    output = target._sample(
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        **model_kwargs,
+    )
+    sequences = output.sequences if generation_config.return_dict_in_generate else output
+    record.add_tokens(sequences.shape[1] - input_ids.shape[1])
     return output
 
 
