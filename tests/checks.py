@@ -87,12 +87,18 @@ def rounds_match(stats, draft_oracle: oracle.Oracle, target, text: list[int], **
         for here in stats.rounds:
             assert here.anchor == text[here.position]
             block = draft_oracle.propose(here.anchor, features[: here.position])
-            assert here.draft_tokens == block.tokens.tolist()
+            sure = before_near_tie(block.logits)
+            assert here.draft_tokens[:sure] == block.tokens[:sure].tolist()
             if block.confidence_logits is not None:
-                torch.testing.assert_close(
-                    torch.tensor(here.confidence), block.confidence_logits.sigmoid(), atol=1e-4, rtol=1e-4
-                )
-                torch.testing.assert_close(torch.tensor(here.survival), block.survival(), atol=1e-4, rtol=1e-4)
+                found = torch.tensor([here.confidence, here.survival])[:, : sure + 1]
+                expected = torch.stack((block.confidence_logits.sigmoid(), block.survival()))[:, : sure + 1]
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def before_near_tie(logits: torch.Tensor) -> int:
+    """Slots of a block [γ, V] before the first whose best two logits are closer than rounding may move them."""
+    best = logits.topk(2, dim=-1).values
+    return int(((best[:, 0] - best[:, 1]) > 1e-3).long().cumprod(0).sum())
 
 
 def same_outputs(found, expected):

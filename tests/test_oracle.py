@@ -40,6 +40,7 @@ def test_propose(name):
         assert block.tokens.dtype == torch.int64
         for row in range(2):
             expected = slow.propose(int(anchors[row]), features[row])
+            assert checks.before_near_tie(expected.logits) == len(expected.tokens), "choose another seed"
             assert block.tokens[row].tolist() == expected.tokens.tolist()
             close = {"atol": 2e-4, "rtol": 2e-4}
             torch.testing.assert_close(block.hidden_states[row], expected.hidden, **close)
