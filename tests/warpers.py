@@ -1,19 +1,17 @@
 """What transformers' warpers keep, in float64, and where float32 may decide otherwise."""
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+def scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """What the temperature warper gives on CUDA, where torch multiplies by the reciprocal, in float32."""
+    return logits.float() * torch.tensor(temperature).reciprocal()
 
 
 def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """Scores of one row [V] after the warpers generate() builds for these options, in the dtype of `logits`."""
-    # Temperature as generate() applies it, to float32 scores: what ties there, ties.
-    scores = TemperatureLogitsWarper(temperature)(None, logits.float()[None]).to(logits.dtype)
+    scores = scaled(logits, temperature).to(logits.dtype)[None]
     warpers = LogitsProcessorList()
     if top_k > 0:
         warpers.append(TopKLogitsWarper(top_k))
@@ -26,8 +24,7 @@ def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 def undecided(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, unit=1e-6):
     """Which places of the ascending order float32 rounding may put on either side of a limit [V]."""
-    scores = (logits.float() / temperature).double()
-    ascending = warped(scores, top_k=top_k).sort().values
+    ascending = warped(scaled(logits, temperature).double(), top_k=top_k).sort().values
     near = (ascending.softmax(-1).cumsum(-1) - (1 - top_p)).abs() < unit if top_p < 1 else ascending.isnan()
     ratio = (ascending - ascending[-1]).exp()
     return near | (ratio < 1e-12) | ((ratio - min_p).abs() < unit * min_p)
@@ -41,7 +38,7 @@ def check(probabilities, logits, **options):
     """
     probabilities, logits = probabilities.cpu().double(), logits.cpu().float()
     kept, wanted = int((probabilities > 0).sum()), int((warped(logits.double(), **options) > float("-inf")).sum())
-    scores, order = (logits / options.get("temperature", 1.0)).double().sort(stable=True)
+    scores, order = scaled(logits, options.get("temperature", 1.0)).double().sort(stable=True)
     assert kept >= 1 and (probabilities[order[-kept:]] > 0).all(), "not the likeliest tokens"
     between = slice(len(order) - max(kept, wanted), len(order) - min(kept, wanted))
     assert undecided(logits, **options)[between].all(), (options, kept, wanted)

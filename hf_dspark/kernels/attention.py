@@ -1,10 +1,9 @@
 """Attention of a few new tokens per row over a cache of rows with their own lengths (flash-decoding).
 
 All tokens and query heads that share a KV head sit in one tile, so keys and values are read once and never expanded.
-The visible range of a row is cut into `splits` parts of equal length; a second kernel merges them.
+The visible range of a row is cut into parts of equal length; a second kernel merges them.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -19,12 +18,12 @@ def _attend(
     query, keys, values, row_starts, limits, out, partial, statistics,
     stride_qt, stride_qh, stride_kr, stride_kh, stride_ks, stride_vr, stride_vh, stride_vs, stride_ot, stride_oh,
     num_tokens, scale, softcap,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one row's context for one KV head and up to BLOCK_M (token, head) pairs."""
-    split = tl.program_id(0)
+    part, parts = tl.program_id(0), tl.num_programs(0)
     kv_head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
     row = tl.program_id(2).to(tl.int64)
     start, stop = tl.load(row_starts + row), tl.load(row_starts + row + 1)
@@ -32,7 +31,7 @@ def _attend(
     in_head = dims < HEAD_DIM
     num_heads = tl.num_programs(1) // BLOCKS * GROUP
 
-    if SPLITS == 1:  # noqa: SIM102 (compile-time); nobody else writes the padded tokens
+    if not SPLIT:  # noqa: SIM102 (compile-time); nobody else writes the padded tokens
         if (row == tl.num_programs(2) - 1) & (block == 0):
             place = out + stop.to(tl.int64) * stride_ot + kv_head * GROUP * stride_oh + dims
             for _ in range(stop, num_tokens):
@@ -42,6 +41,7 @@ def _attend(
     if block * BLOCK_M >= (stop - start) * GROUP:
         return
 
+    scale, softcap = tl.cast(scale, tl.float32), tl.cast(softcap, tl.float32)  # torch.compile passes doubles
     pairs = block * BLOCK_M + tl.arange(0, BLOCK_M)
     active = pairs < (stop - start) * GROUP
     tokens = (start + pairs // GROUP).to(tl.int64)
@@ -54,8 +54,8 @@ def _attend(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(tl.min(tl.where(active, limit, 2147483647), axis=0) - WINDOW + 1, 0)
-    length = tl.cdiv(tl.cdiv(last - first, SPLITS), BLOCK_N) * BLOCK_N
-    begin = first + split * length
+    length = tl.cdiv(tl.cdiv(last - first, parts), BLOCK_N) * BLOCK_N
+    begin = first + part * length
     end = tl.minimum(begin + length, last)
 
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -87,41 +87,41 @@ def _attend(
         result = tl.dot(weights.to(value.dtype), value, result, input_precision=PRECISION)
         maximum = new_maximum
 
-    if SPLITS == 1:
+    if SPLIT:
+        place = (tokens * num_heads + heads) * parts + part
+        tl.store(statistics + place * 2, maximum, mask=active)
+        tl.store(statistics + place * 2 + 1, total, mask=active)
+        tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], result, mask=q_mask & (begin < end))
+    else:
         result = result / tl.where(total == 0, 1.0, total)[:, None]
         place = out + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
         tl.store(place, result.to(out.dtype.element_ty), mask=q_mask)
-    else:
-        part = (tokens * num_heads + heads) * SPLITS + split
-        tl.store(statistics + part * 2, maximum, mask=active)
-        tl.store(statistics + part * 2 + 1, total, mask=active)
-        tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], result, mask=q_mask & (begin < end))
 
 
 @triton.jit
 def _merge(
-    row_starts, out, partial, statistics, stride_ot, stride_oh, num_rows,
-    HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    row_starts, out, partial, statistics, stride_ot, stride_oh, num_rows, parts,
+    HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: the parts of one token and head. Padded tokens get zeros."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    dims, splits = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
-    live = token < tl.load(row_starts + num_rows)
-    part = (token * tl.num_programs(1) + head) * SPLITS + splits
-    mine = (splits < SPLITS) & live
-    maximum = tl.load(statistics + part * 2, mask=mine, other=float("-inf"))
-    total = tl.load(statistics + part * 2 + 1, mask=mine, other=0.0)
-    largest = tl.max(maximum, axis=0)
-    weight = tl.exp2(maximum - tl.where(largest == float("-inf"), 0.0, largest))
-    mask = (mine & (total > 0))[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(partial + part[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    total = tl.sum(total * weight, axis=0)
-    result = tl.sum(parts * weight[:, None], axis=0) / tl.where(total == 0, 1.0, total)
+    dims, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    place = (token * tl.num_programs(1) + head) * parts + part
+    exists = part < parts
+    maximum = tl.load(statistics + place * 2, mask=exists, other=float("-inf"))
+    total = tl.load(statistics + place * 2 + 1, mask=exists, other=0.0)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    result = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    # Nothing above waits for these: parts that saw no slot, and padded tokens, hold whatever was there before.
+    valid = (total > 0) & (token < tl.load(row_starts + num_rows))
+    largest = tl.max(tl.where(valid, maximum, float("-inf")), axis=0)
+    weight = tl.exp2(maximum - largest)
+    total = tl.sum(tl.where(valid, total * weight, 0.0), axis=0)
+    result = tl.sum(tl.where(valid[:, None], result * weight[:, None], 0.0), axis=0) / tl.where(total == 0, 1.0, total)
     place = out + token * stride_ot + head * stride_oh + dims
     tl.store(place, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
-@functools.cache
 def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
@@ -142,8 +142,11 @@ def _tiles(query: torch.Tensor, keys: torch.Tensor, max_tokens_per_row: int) -> 
     blocks = triton.cdiv(pairs, block_m)
     wide = keys.element_size() * triton.next_power_of_2(head_dim) > 256
     block_n = 32 if wide else 64
-    room = 2 * _num_processors(query.device) // (num_rows * num_kv_heads * blocks)
-    splits = max(1, min(room, triton.cdiv(size, block_n), 64))
+    programs = num_rows * num_kv_heads * blocks
+    splits = max(1, _num_processors(query.device) // programs)
+    if size > 512 * splits:  # parts long enough to pay for a second program per processor
+        splits = max(1, 2 * _num_processors(query.device) // programs)
+    splits = min(splits, triton.cdiv(size, block_n), 64)
     return Tiles(block_m, blocks, block_n, splits, warps=4, stages=3)
 
 
@@ -185,14 +188,14 @@ def ragged_attention(
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         num_tokens, scale, softcap or 0.0,
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, WINDOW=window or 0, CAPPED=softcap is not None,
-        SPLITS=splits, BLOCKS=tiles.blocks, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
+        SPLIT=splits > 1, BLOCKS=tiles.blocks, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
+        block_s = triton.next_power_of_2(splits)
         _merge[(num_tokens, num_heads)](
-            row_starts, out, partial, statistics, *out.stride()[:2], num_rows,
-            HEAD_DIM=head_dim, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), BLOCK_D=block_d,
-            num_warps=4,
+            row_starts, out, partial, statistics, *out.stride()[:2], num_rows, splits,
+            HEAD_DIM=head_dim, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=min(8, max(1, block_s * block_d // 1024)),
         )  # fmt: skip
     return out

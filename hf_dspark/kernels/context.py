@@ -30,6 +30,7 @@ def _write(
     raw = tl.load(source + dims, mask=mask, other=0)
     raw_partner = tl.load(source + partner, mask=mask, other=0).to(tl.float32)
     key = raw.to(tl.float32)
+    eps = tl.cast(eps, tl.float32)  # torch.compile passes a double
     scale = tl.rsqrt(tl.sum(key * key, axis=1, keep_dims=True) / HEAD_DIM + eps)
     gamma = tl.load(weight + layer * HEAD_DIM + dims, mask=in_head, other=0).to(tl.float32)
     gamma_partner = tl.load(weight + layer * HEAD_DIM + partner, mask=in_head, other=0).to(tl.float32)
@@ -75,5 +76,5 @@ def write_context(
         projected.stride(0), cos.stride(0), sin.stride(0), *keys.stride()[:4], *values.stride()[:4], eps,
         KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, PARTS=1 if value_from_key else 2, VALUE_NORM=value_norm,
         BLOCK_H=triton.next_power_of_2(num_kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

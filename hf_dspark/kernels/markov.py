@@ -1,7 +1,5 @@
 """One step of the Markov walk: a row of W1, one pass over W2, base logits, and the choice of the token."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -14,47 +12,35 @@ def _step(
     prev, w1, w2, base, temperature, seed, logits, best_scores, best_tokens,
     num_rows, vocabulary_size, num_embeddings, stride_w1, stride_w2, stride_base, stride_logits, offset,
     RANK: tl.constexpr, HAS_HEAD: tl.constexpr, WRITE: tl.constexpr, NOISY: tl.constexpr,
-    TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: TILES neighbouring tiles of BLOCK_V tokens, for all rows."""
+    """One program: BLOCK_V tokens, for all rows."""
     rows, ranks = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
-    in_batch = rows < num_rows
+    tokens = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_batch, known = rows < num_rows, tokens < vocabulary_size
+    if HAS_HEAD:  # W2 first: it waits for nothing, and nothing reads it again before it has left the cache
+        place = tokens.to(tl.int64)[:, None] * stride_w2 + ranks[None, :]
+        mask = known[:, None] & (ranks < RANK)[None, :]
+        weight = tl.load(w2 + place, mask=mask, other=0, eviction_policy="evict_first")
+    mask = in_batch[:, None] & known[None, :]
+    columns = rows.to(tl.int64)[:, None]
+    scores = tl.load(base + columns * stride_base + tokens[None, :], mask=mask, other=float("-inf")).to(tl.float32)
     if HAS_HEAD:
         token = tl.minimum(tl.load(prev + rows, mask=in_batch, other=0), num_embeddings - 1)
         in_rank = in_batch[:, None] & (ranks < RANK)[None, :]
         embedding = tl.load(w1 + token[:, None] * stride_w1 + ranks[None, :], mask=in_rank, other=0)
-    heat = tl.full([BLOCK_B], 0.0, tl.float32)
+        if BLOCK_B == 1:
+            scores += tl.sum(weight.to(tl.float32) * embedding.to(tl.float32), axis=1)[None, :]
+        else:
+            scores += tl.dot(embedding, tl.trans(weight), input_precision=PRECISION)
+    if WRITE:
+        tl.store(logits + columns * stride_logits + tokens[None, :], scores, mask=mask)
     if NOISY:
-        heat = tl.load(temperature + rows, mask=in_batch, other=0.0)
-        key = tl.load(seed)
-    best = tl.full([BLOCK_B], float("-inf"), tl.float32)
-    choice = tl.full([BLOCK_B], 2147483647, tl.int32)
-    for tile in range(TILES):
-        first = (tl.program_id(0) * TILES + tile) * BLOCK_V
-        tokens = first + tl.arange(0, BLOCK_V)
-        known = tokens < vocabulary_size
-        mask = in_batch[:, None] & known[None, :]
-        columns = rows.to(tl.int64)[:, None]
-        scores = tl.load(base + columns * stride_base + tokens[None, :], mask=mask, other=float("-inf"))
-        scores = scores.to(tl.float32)
-        if HAS_HEAD:
-            place = tokens.to(tl.int64)[:, None] * stride_w2 + ranks[None, :]
-            weight = tl.load(w2 + place, mask=known[:, None] & (ranks < RANK)[None, :], other=0)
-            if BLOCK_B == 1:
-                scores += tl.sum(weight.to(tl.float32) * embedding.to(tl.float32), axis=1)[None, :]
-            else:
-                scores += tl.dot(embedding, tl.trans(weight), input_precision=PRECISION)
-        if WRITE:
-            tl.store(logits + columns * stride_logits + tokens[None, :], scores, mask=mask)
-        if NOISY:
-            quads = first // 4 + tl.arange(0, BLOCK_V // 4)
-            noise = exponential(key, rows[:, None], offset, DRAFT, quads[None, :])
-            warm = (heat > 0)[:, None]
-            scores = tl.where(warm, scores / tl.where(warm, heat[:, None], 1.0) - tl.log(noise), scores)
-        top, place = first_maximum(scores, tokens[None, :], 1)
-        choice = tl.where((top > best) | (tile == 0), place, choice)
-        best = tl.maximum(top, best)
+        heat = tl.load(temperature + rows, mask=in_batch, other=0.0)[:, None]
+        quads = tl.program_id(0) * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
+        noise = exponential(tl.load(seed), rows[:, None], offset, DRAFT, quads[None, :])
+        scores = tl.where(heat > 0, scores / tl.where(heat > 0, heat, 1.0) - tl.log(noise), scores)
+    best, choice = first_maximum(scores, tokens[None, :], 1)
     part = rows * tl.num_programs(0) + tl.program_id(0)
     tl.store(best_scores + part, best, mask=in_batch)
     tl.store(best_tokens + part, choice, mask=in_batch)
@@ -69,20 +55,6 @@ def _choose(best_scores, best_tokens, chosen, num_parts, vocabulary_size, BLOCK:
     tokens = tl.load(best_tokens + row * num_parts + parts, mask=mask, other=2147483647)
     _, token = first_maximum(scores, tokens, 0)
     tl.store(chosen + row, tl.minimum(token, vocabulary_size - 1).to(tl.int64))  # a valid id also among NaN
-
-
-class Tiles(NamedTuple):
-    block_b: int  # rows, padded
-    block_v: int  # tokens of a tile
-    tiles: int  # of a program
-    warps: int
-    stages: int
-
-
-def _tiles(num_rows: int, vocabulary_size: int, rank: int) -> Tiles:
-    block_b = 1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows))
-    block_v = max(16, min(64, 16384 // triton.next_power_of_2(rank)))
-    return Tiles(block_b, block_v, max(1, triton.cdiv(vocabulary_size, block_v * 1024)), warps=4, stages=2)
 
 
 def markov_step(
@@ -103,8 +75,9 @@ def markov_step(
     w1, w2 = (w1, w2) if w1 is not None and w2 is not None else (base, base)  # stand-ins are not read
     seed, offset = (base, 0) if noise is None else noise
     rank = w2.shape[1] if has_head else 1
-    tiles = _tiles(num_rows, vocabulary_size, rank)
-    num_parts = triton.cdiv(vocabulary_size, tiles.block_v * tiles.tiles)
+    block_r = max(16, triton.next_power_of_2(rank))
+    block_v = max(16, min(64, 16384 // block_r))
+    num_parts = triton.cdiv(vocabulary_size, block_v)
     best_scores = torch.empty(num_rows, num_parts, device=base.device)
     best_tokens = torch.empty(num_rows, num_parts, dtype=torch.int32, device=base.device)
     chosen = torch.empty(num_rows, dtype=torch.long, device=base.device)
@@ -112,10 +85,11 @@ def markov_step(
         prev, w1, w2, base, base if temperature is None else temperature, seed, logits, best_scores, best_tokens,
         num_rows, vocabulary_size, w1.shape[0], w1.stride(0), w2.stride(0), base.stride(0), logits.stride(0), offset,
         RANK=rank, HAS_HEAD=has_head, WRITE=write, NOISY=noise is not None and temperature is not None,
-        TILES=tiles.tiles, BLOCK_B=tiles.block_b, BLOCK_V=tiles.block_v,
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), PRECISION="ieee" if w2.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        BLOCK_B=1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows)), BLOCK_V=block_v, BLOCK_R=block_r,
+        PRECISION="ieee" if w2.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
-    block = triton.next_power_of_2(num_parts)
-    _choose[(num_rows,)](best_scores, best_tokens, chosen, num_parts, vocabulary_size, BLOCK=block)
+    _choose[(num_rows,)](
+        best_scores, best_tokens, chosen, num_parts, vocabulary_size,
+        BLOCK=triton.next_power_of_2(num_parts), num_warps=8,
+    )  # fmt: skip
     return chosen, logits

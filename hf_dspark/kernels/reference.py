@@ -208,7 +208,7 @@ def truncated_probabilities(
 ) -> torch.Tensor:
     """See `hf_dspark.kernels.truncated_probabilities`."""
     size = logits.shape[-1]
-    scores, order = (logits.float() / temperature.float()[:, None]).sort(dim=-1, stable=True)  # ascending
+    scores, order = (logits.float() * temperature.float().reciprocal()[:, None]).sort(dim=-1, stable=True)  # ascending
     ranks = torch.arange(size, device=logits.device)
     if top_k is not None:
         k = torch.where(top_k > 0, top_k, size).clamp(max=size).long()

@@ -1,46 +1,36 @@
 """Temperature, top-k, top-p and min-p over a whole vocabulary without sorting it, exact.
 
-With d = maximum - score of a row, tokens fall into bins that grow with d, so that every bin bounds the mass of its
-tokens by their number. The bins show which tokens are surely kept and which surely removed; only those between, a few
-hundred of an ordinary row, are listed and searched one by one. Masses are sums of integers: they do not depend on the
-order of summation, so every launch gives the same tokens. A row of ties is only slower.
+With d = maximum - score, a row's tokens are counted in bins of d. The counts bound masses, and so show how far from the
+maximum tokens are surely kept and from where on surely removed. Those between, a few thousand of an ordinary row at
+most, are listed and searched by bisection; of the others only number and mass are needed. Masses are sums of integers:
+they do not depend on the order of summation. A row full of ties is slower, not wrong.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BINS = tl.constexpr(2048)
-SPREAD = tl.constexpr(32.0)  # bins are SPREAD / BINS wide at the maximum, half of all lie within SPREAD of it
+BINS = tl.constexpr(4096)
+SPREAD = tl.constexpr(32.0)  # half of the bins lie within this distance of the maximum, the others reach to infinity
+SLACK = tl.constexpr(1e-3)  # of all bounds, against rounding
 UNIT = tl.constexpr(17592186044416.0)  # 2^44: masses of up to 2^18 tokens fit an int64
-SLACK = tl.constexpr(1e-3)  # bounds of a bin's mass, against rounding
-ABSENT = tl.constexpr(-(1 << 40))
+ABSENT = tl.constexpr(-2147483648)  # a key below all others
+OFF = tl.constexpr(1e30)  # a distance that no token reaches
+NUMBER, HEAD, TAIL, LISTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # columns of `sums`
+CUT, FIRST_ID, MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # columns of `cuts`
 
 
 @triton.jit
-def _bin(scores, maximum):
-    """Bin of a score, monotone also in floating point."""
-    closeness = tl.div_rn(SPREAD, maximum - scores + SPREAD)
-    return tl.minimum(((1.0 - closeness) * BINS).to(tl.int32), BINS - 1)
+def _scores(logits, temperature, row, stride, tokens, mask):
+    """Scores of one row after temperature, by the reciprocal as torch does it on CUDA; -0 becomes 0."""
+    factor = tl.div_rn(1.0, tl.load(temperature + row).to(tl.float32))
+    values = tl.load(logits + row * stride + tokens, mask=mask, other=float("-inf")).to(tl.float32) * factor
+    return tl.where(values == 0, 0.0, values)
 
 
 @triton.jit
 def _mass(scores, maximum):
     return (tl.exp(scores - maximum) * UNIT).to(tl.int64)
-
-
-@triton.jit
-def _scores(logits, row, stride, temperature, tokens, mask):
-    heat = tl.load(temperature + row).to(tl.float32)
-    values = tl.load(logits + row * stride + tokens, mask=mask, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(values, heat)
-
-
-@triton.jit
-def _key(scores):
-    """Integers in the order of the scores; -0 counts as 0."""
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
@@ -54,7 +44,7 @@ def _maxima(logits, temperature, maxima, histogram, sums, stride, size, PARTS: t
     """One program: the largest score of a slice. The first of a row clears its counters."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * SLICE + tl.arange(0, SLICE)
-    scores = _scores(logits, row, stride, temperature, tokens, tokens < size)
+    scores = _scores(logits, temperature, row, stride, tokens, tokens < size)
     tl.store(maxima + row * PARTS + part, tl.max(scores, axis=0))
     if part == 0:
         tl.store(histogram + row * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
@@ -66,29 +56,36 @@ def _histogram(
     logits, temperature, maxima, histogram, stride, size,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: the bins of a slice, added to the row's."""
+    """One program: counts a slice. Bin b holds the distances with d / (d + SPREAD) in [b, b + 1) / BINS."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    maximum = _row_maximum(maxima, row, PARTS, BLOCK_P)
-    scores = _scores(logits, row, stride, temperature, tokens, tokens < size)
-    counts = tl.histogram(_bin(scores, maximum), BINS, mask=tokens < size)
-    tl.atomic_add(histogram + row * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+    scores = _scores(logits, temperature, row, stride, tokens, tokens < size)
+    distance = tl.minimum(_row_maximum(maxima, row, PARTS, BLOCK_P) - scores, 1e9)
+    bins = (distance / (distance + SPREAD) * BINS).to(tl.int32)
+    ones = tl.full([SLICE], 1, tl.int32)
+    tl.atomic_add(histogram + row * BINS + tl.minimum(bins, BINS - 1), ones, mask=tokens < size, sem="relaxed")
+
+
+@triton.jit
+def _edge(bin):
+    """Lower edge of a bin as a distance; OFF for BINS."""
+    return tl.where(bin >= BINS, OFF, SPREAD * bin / tl.maximum(BINS - bin, 1))
 
 
 @triton.jit
 def _bracket(
-    histogram, top_k, top_p, min_p, brackets, thresholds, size,
+    histogram, top_k, top_p, min_p, limits, needed, size,
     HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_M: tl.constexpr,
 ):  # fmt: skip
-    """One program: what the histogram of one row leaves open.
+    """One program: what the counts of one row leave open.
 
-    Per filter, bins before `_first` are surely kept and bins after `_last` surely removed; BINS means the filter is
-    off.
+    For each filter, bins before `_first` are surely kept and bins after `_last` surely removed; BINS: it is off.
+    Stores two distances (nearer: surely kept, farther: surely removed), the threshold of top-p (-1: it decides nothing)
+    and k (the size: it is off).
     """
     row, bins = tl.program_id(0).to(tl.int64), tl.arange(0, BINS)
     counts = tl.load(histogram + row * BINS + bins)
-    near = tl.exp(-SPREAD * bins / (BINS - bins))  # mass of a token at the upper edge of its bin
-    far = tl.where(bins == BINS - 1, 0.0, tl.exp(-SPREAD * (bins + 1) / tl.maximum(BINS - 1 - bins, 1)))
+    near, far = tl.exp(-_edge(bins)), tl.exp(-_edge(bins + 1))  # bounds of a token's mass
     off = tl.full([], BINS, tl.int32)
     k, k_bin, m_first, m_last = off * 0 + size, off, off, off
     if HAS_K:
@@ -99,8 +96,8 @@ def _bracket(
         floor = tl.load(min_p + row).to(tl.float32)
         m_first = tl.where(floor > 0, tl.sum((far > floor * (1 + SLACK)).to(tl.int32), axis=0), BINS)
         m_last = tl.where(floor > 0, tl.sum((near > floor * (1 - SLACK)).to(tl.int32), axis=0) - 1, BINS)
-    first, last = tl.minimum(k_bin, m_first), tl.minimum(tl.minimum(k_bin, m_last), BINS - 1)
-    threshold = tl.full([], -1.0, tl.float32)  # top-p decides nothing
+    first, last = tl.minimum(k_bin, m_first), tl.minimum(k_bin, m_last)
+    threshold = tl.full([], -1.0, tl.float32)
     if HAS_P:
         p = tl.load(top_p + row).to(tl.float64)
         limit = (1 - p).to(tl.float32)
@@ -111,83 +108,128 @@ def _bracket(
         p_first = tl.sum(kept.to(tl.int32), axis=0)
         through = tl.cumsum(upper, axis=0, reverse=True)
         p_last = tl.sum((through > limit * (1 - SLACK) * tl.sum(lower, axis=0)).to(tl.int32), axis=0) - 1
-        if (p < 1) & (p_first <= last):
+        if (p < 1) & (p_first <= tl.minimum(last, BINS - 1)):
             threshold = limit
             first = tl.minimum(first, p_first)
             # The mass of what top-k keeps must be exact: then its last bin is searched too.
             last = tl.where(k_bin < BINS, k_bin, tl.minimum(last, p_last))
-    head = tl.sum(tl.where(bins < first, counts, 0), axis=0)
-    tl.store(brackets + row * 4, first)
-    tl.store(brackets + row * 4 + 1, last)
-    tl.store(brackets + row * 4 + 2, k - head)
-    tl.store(brackets + row * 4 + 3, (k_bin == BINS).to(tl.int32))
-    tl.store(thresholds + row, threshold)
+    tl.store(limits + row * 3, tl.where(first < BINS, _edge(first) * (1 - SLACK), OFF))
+    tl.store(limits + row * 3 + 1, tl.where(last < BINS, _edge(last + 1) * (1 + SLACK), OFF))
+    tl.store(limits + row * 3 + 2, threshold)
+    tl.store(needed + row, k)
 
 
 @triton.jit
 def _collect(
-    logits, temperature, maxima, brackets, sums, listed, stride, size,
+    logits, temperature, maxima, limits, sums, listed_scores, listed_tokens, stride, stride_listed, size,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: lists the open tokens of a slice and adds up the mass before and after them."""
+    """One program: lists the open tokens of a slice, and adds up the others on either side."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     known = tokens < size
+    scores = _scores(logits, temperature, row, stride, tokens, known)
     maximum = _row_maximum(maxima, row, PARTS, BLOCK_P)
-    scores = _scores(logits, row, stride, temperature, tokens, known)
-    bins, masses = _bin(scores, maximum), _mass(scores, maximum)
-    first, last = tl.load(brackets + row * 4), tl.load(brackets + row * 4 + 1)
-    head = tl.sum(tl.where(known & (bins < first), masses, 0), axis=0)
-    tl.atomic_add(sums + row * 4, head, mask=head > 0, sem="relaxed")
-    tail = tl.sum(tl.where(known & (bins > last), masses, 0), axis=0)
-    tl.atomic_add(sums + row * 4 + 1, tail, mask=tail > 0, sem="relaxed")
-    open_ = known & (bins >= first) & (bins <= last)
-    count = tl.sum(open_.to(tl.int64), axis=0)
-    if count > 0:
-        place = tl.atomic_add(sums + row * 4 + 2, count, sem="relaxed")
-        places = place + tl.cumsum(open_.to(tl.int32), axis=0) - 1
-        tl.store(listed + row * size + places, tokens, mask=open_)
+    distance, masses = maximum - scores, _mass(scores, maximum)
+    kept = known & (distance < tl.load(limits + row * 3))
+    removed = known & (distance > tl.load(limits + row * 3 + 1)) & ~kept
+    number = tl.sum(kept.to(tl.int32), axis=0)
+    if number > 0:
+        tl.atomic_add(sums + row * 4 + NUMBER, number.to(tl.int64), sem="relaxed")
+        tl.atomic_add(sums + row * 4 + HEAD, tl.sum(tl.where(kept, masses, 0), axis=0), sem="relaxed")
+    tail = tl.sum(tl.where(removed, masses, 0), axis=0)
+    if tail > 0:
+        tl.atomic_add(sums + row * 4 + TAIL, tail, sem="relaxed")
+    open_ = (known & ~kept & ~removed).to(tl.int32)
+    number = tl.sum(open_, axis=0)
+    if number > 0:
+        place = tl.atomic_add(sums + row * 4 + LISTED, number.to(tl.int64), sem="relaxed")
+        place += tl.cumsum(open_, axis=0) - 1
+        tl.store(listed_scores + row * stride_listed + place, scores, mask=open_ > 0)
+        tl.store(listed_tokens + row * size + place, tokens, mask=open_ > 0)
 
 
 @triton.jit
-def _chunk(logits, temperature, listed, row, maximum, start, count, stride, size, LIST: tl.constexpr):
-    """Ids, keys and masses of LIST listed tokens; absent ones have a key below all others."""
+def _chunk(source, floor, start, LIST: tl.constexpr):
+    """Ids, keys (integers in the order of the scores) and masses of LIST listed tokens.
+
+    Absent ones have a key below all others, and no mass; neither have tokens less likely than `floor`.
+    """
+    listed_scores, listed_tokens, count, maximum = source
     places = start + tl.arange(0, LIST)
     mask = places < count
-    tokens = tl.load(listed + row * size + places, mask=mask, other=0)
-    scores = _scores(logits, row, stride, temperature, tokens, mask)
-    return tokens, tl.where(mask, _key(scores), ABSENT), tl.where(mask, _mass(scores, maximum), 0)
+    tokens = tl.load(listed_tokens + places, mask=mask, other=0)
+    scores = tl.load(listed_scores + places, mask=mask, other=float("-inf"))
+    bits = scores.to(tl.int32, bitcast=True)
+    keys = tl.where(mask, bits ^ ((bits >> 31) & 0x7FFFFFFF), ABSENT)
+    return tokens, keys, tl.where(mask & (tl.exp(scores - maximum) >= floor), _mass(scores, maximum), 0)
 
 
 @triton.jit
-def _inside(tokens, keys, masses, low, high, first_token, floor):
-    inside = (keys >= low) & (keys <= high) & ((keys > low) | (tokens >= first_token)) & (masses >= floor)
-    return tl.sum(inside.to(tl.int64), axis=0), tl.sum(tl.where(inside, masses, 0), axis=0)
+def _inside(chunk, low, high, first_id):
+    tokens, keys, masses = chunk
+    inside = (keys >= low) & (keys <= high) & ((keys > low) | (tokens >= first_id))
+    return tl.sum(inside.to(tl.int32), axis=0), tl.sum(tl.where(inside, masses, 0), axis=0)
 
 
 @triton.jit
-def _tally(
-    tokens, keys, masses, low, high, first_token, floor,
-    logits, temperature, listed, row, maximum, count, stride, size, LIST: tl.constexpr,
-):  # fmt: skip
-    """Number and mass of the listed tokens with low <= key <= high, those at `low` from `first_token` on."""
-    number, mass = _inside(tokens, keys, masses, low, high, first_token, floor)
-    for start in range(LIST, count, LIST):  # rare: the first LIST tokens stay in registers
-        more = _chunk(logits, temperature, listed, row, maximum, start, count, stride, size, LIST)
-        more_number, more_mass = _inside(more[0], more[1], more[2], low, high, first_token, floor)
+def _tally(chunk, source, low, high, first_id, floor, LIST: tl.constexpr):
+    """Number and mass of the listed tokens with low <= key <= high, those at `low` from `first_id` on."""
+    number, mass = _inside(chunk, low, high, first_id)
+    for start in range(LIST, source[2], LIST):  # rare: the first LIST tokens stay in registers
+        more_number, more_mass = _inside(_chunk(source, floor, start, LIST), low, high, first_id)
         number += more_number
         mass += more_mass
     return number, mass
 
 
 @triton.jit
-def _share(mass, total):
-    return (mass.to(tl.float64) / total.to(tl.float64)).to(tl.float32)
+def _exceeds(mass, total, threshold):
+    """Whether a cumulative share, rounded to float32 like the warper's, exceeds the threshold."""
+    return (mass.to(tl.float64) / total.to(tl.float64)).to(tl.float32) > threshold
+
+
+@triton.jit
+def _kth_key(chunk, source, low, high, k, LIST: tl.constexpr):
+    """The largest key with at least k tokens from it on."""
+    top = high
+    while low < high:
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
+        enough = _tally(chunk, source, middle, top, 0, 0.0, LIST)[0] >= k
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _top_p_key(chunk, source, low, high, below, total, threshold, LIST: tl.constexpr):
+    """The smallest key whose ascending cumulative share exceeds the threshold; `high` if none below it does."""
+    bottom = low
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)  # rounded down
+        over = _exceeds(below + _tally(chunk, source, bottom, middle, 0, 0.0, LIST)[1], total, threshold)
+        low, high = tl.where(over, low, middle + 1), tl.where(over, middle, high)
+    return low
+
+
+@triton.jit
+def _first_kept_id(chunk, source, cut, ties, each, below, total, threshold, size, LIST: tl.constexpr):
+    """Of ties at the cut, those with the lowest ids go, as many as the cumulative share allows, but not all."""
+    gone, high = ties * 0, tl.where(threshold >= 0, ties - 1, 0)
+    while gone < high:
+        middle = (gone + high + 1) // 2
+        stays = _exceeds(below + middle * each, total, threshold)
+        gone, high = tl.where(stays, gone, middle), tl.where(stays, middle - 1, high)
+    first_id, high = gone * 0, tl.where(gone > 0, size, 0)
+    while first_id < high:
+        middle = (first_id + high) // 2
+        enough = ties - _tally(chunk, source, cut, cut, middle, 0.0, LIST)[0] >= gone
+        first_id, high = tl.where(enough, first_id, middle + 1), tl.where(enough, middle, high)
+    return first_id
 
 
 @triton.jit
 def _search(
-    logits, temperature, min_p, maxima, brackets, thresholds, sums, listed, cuts, stride, size,
+    min_p, maxima, limits, needed, sums, listed_scores, listed_tokens, cuts, stride, size,
     HAS_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """One program: the exact cut of one row by bisection over its open tokens.
@@ -195,107 +237,62 @@ def _search(
     Stores the key of the lowest kept score, the lowest kept id among its ties, and the mass of all kept tokens.
     """
     row = tl.program_id(0).to(tl.int64)
-    maximum = _row_maximum(maxima, row, PARTS, BLOCK_P)
-    head, tail, count = tl.load(sums + row * 4), tl.load(sums + row * 4 + 1), tl.load(sums + row * 4 + 2)
-    needed = tl.load(brackets + row * 4 + 2)
-    below = tl.where(tl.load(brackets + row * 4 + 3) != 0, tail, 0)
-    threshold = tl.load(thresholds + row)
-    tokens, keys, masses = _chunk(logits, temperature, listed, row, maximum, 0, count, stride, size, LIST)
-    bottom, top = tl.min(tl.where(keys == ABSENT, -ABSENT, keys), axis=0), tl.max(keys, axis=0)
+    head, tail = tl.load(sums + row * 4 + HEAD), tl.load(sums + row * 4 + TAIL)
+    count, k = tl.load(sums + row * 4 + LISTED), tl.load(needed + row)
+    threshold = tl.load(limits + row * 3 + 2)
+    source = (
+        listed_scores + row * stride, listed_tokens + row * size, count, _row_maximum(maxima, row, PARTS, BLOCK_P)
+    )  # fmt: skip
+    chunk = _chunk(source, 0.0, 0, LIST)
+    bottom, top = tl.min(tl.where(chunk[1] == ABSENT, 2147483647, chunk[1]), axis=0), tl.max(chunk[1], axis=0)
     for start in range(LIST, count, LIST):
-        more = _chunk(logits, temperature, listed, row, maximum, start, count, stride, size, LIST)
-        bottom = tl.minimum(bottom, tl.min(tl.where(more[1] == ABSENT, -ABSENT, more[1]), axis=0))
+        more = _chunk(source, 0.0, start, LIST)
+        bottom = tl.minimum(bottom, tl.min(tl.where(more[1] == ABSENT, 2147483647, more[1]), axis=0))
         top = tl.maximum(top, tl.max(more[1], axis=0))
 
-    # top-k: the largest key with at least `needed` tokens from it on
-    low, high = bottom, tl.where(needed < count, top, bottom)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        number, _ = _tally(
-            tokens, keys, masses, middle, top, 0, 0,
-            logits, temperature, listed, row, maximum, count, stride, size, LIST,
-        )  # fmt: skip
-        enough = number >= needed
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-    kth = low
-
-    # top-p: the smallest key whose ascending cumulative share exceeds the threshold
-    _, mass = _tally(
-        tokens, keys, masses, kth, top, 0, 0, logits, temperature, listed, row, maximum, count, stride, size, LIST
-    )
-    total = tl.maximum(head + below + mass, 1)
-    high = tl.where(threshold >= 0, top + 1, low)
-    while low < high:
-        middle = low + (high - low) // 2
-        _, mass = _tally(
-            tokens, keys, masses, kth, middle, 0, 0,
-            logits, temperature, listed, row, maximum, count, stride, size, LIST,
-        )  # fmt: skip
-        over = _share(below + mass, total) > threshold
-        low, high = tl.where(over, low, middle + 1), tl.where(over, middle, high)
-    cut = tl.where((low > top) & (head == 0), top, low)  # the likeliest token always stays
-
-    # Ties at the cut are removed from the lowest id on, while the cumulative share allows.
-    ties, mass = _tally(
-        tokens, keys, masses, cut, cut, 0, 0, logits, temperature, listed, row, maximum, count, stride, size, LIST
-    )
+    open_k = k - tl.load(sums + row * 4 + NUMBER)
+    kth = _kth_key(chunk, source, bottom, tl.where(open_k < count, top, bottom), open_k, LIST)
+    below = tl.where(k == size, tail, 0)  # what top-k has removed is no part of the distribution top-p sees
+    total = tl.maximum(head + below + _tally(chunk, source, kth, top, 0, 0.0, LIST)[1], 1)
+    high = tl.where(threshold >= 0, top + 1, kth)
+    cut = _top_p_key(chunk, source, kth, high, below, total, threshold, LIST)
+    cut = tl.where((cut > top) & (head == 0), top, cut)  # the likeliest token always stays
+    ties, mass = _tally(chunk, source, cut, cut, 0, 0.0, LIST)
+    below += _tally(chunk, source, kth, cut - 1, 0, 0.0, LIST)[1]
     each = mass // tl.maximum(ties, 1)
-    _, under = _tally(
-        tokens, keys, masses, kth, cut - 1, 0, 0, logits, temperature, listed, row, maximum, count, stride, size, LIST
-    )
-    low, high = ties * 0, tl.where(threshold >= 0, ties - 1, 0)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        removed = _share(below + under + middle * each, total) <= threshold
-        low, high = tl.where(removed, middle, low), tl.where(removed, high, middle - 1)
-    gone = low
-    low, high = gone * 0, tl.where(gone > 0, size, 0).to(tl.int64)
-    while low < high:
-        middle = low + (high - low) // 2
-        kept, _ = _tally(
-            tokens, keys, masses, cut, cut, middle, 0,
-            logits, temperature, listed, row, maximum, count, stride, size, LIST,
-        )  # fmt: skip
-        enough = ties - kept >= gone
-        low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
-
-    floor = tl.zeros([], tl.int64)
+    first_id = _first_kept_id(chunk, source, cut, ties, each, below, total, threshold, size, LIST)
+    floor = 0.0
     if HAS_M:
-        floor = (tl.load(min_p + row).to(tl.float32) * UNIT).to(tl.int64)
-    _, mass = _tally(
-        tokens, keys, masses, cut, top, low, floor,
-        logits, temperature, listed, row, maximum, count, stride, size, LIST,
-    )  # fmt: skip
-    tl.store(cuts + row * 4, cut)
-    tl.store(cuts + row * 4 + 1, low)
-    tl.store(cuts + row * 4 + 2, head + mass)
-    tl.store(cuts + row * 4 + 3, floor)
+        floor = tl.load(min_p + row).to(tl.float32)
+        chunk = _chunk(source, floor, 0, LIST)
+    tl.store(cuts + row * 3 + CUT, cut.to(tl.int64))
+    tl.store(cuts + row * 3 + FIRST_ID, first_id.to(tl.int64))
+    tl.store(cuts + row * 3 + MASS, head + _tally(chunk, source, cut, top, first_id, floor, LIST)[1])
 
 
 @triton.jit
 def _write(
-    logits, temperature, maxima, brackets, cuts, out, stride, stride_out, size,
-    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr,
+    logits, temperature, min_p, maxima, limits, cuts, out, stride, stride_out, size,
+    HAS_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """One program: probabilities of a slice."""
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     known = tokens < size
+    scores = _scores(logits, temperature, row, stride, tokens, known)
     maximum = _row_maximum(maxima, row, PARTS, BLOCK_P)
-    scores = _scores(logits, row, stride, temperature, tokens, known)
-    bins, keys = _bin(scores, maximum), _key(scores)
-    first, last = tl.load(brackets + row * 4), tl.load(brackets + row * 4 + 1)
-    cut, first_token = tl.load(cuts + row * 4), tl.load(cuts + row * 4 + 1)
-    total, floor = tl.load(cuts + row * 4 + 2), tl.load(cuts + row * 4 + 3)
-    kept = (keys > cut) | ((keys == cut) & (tokens >= first_token))
-    kept = (bins < first) | ((bins <= last) & kept & (_mass(scores, maximum) >= floor))
-    probabilities = tl.exp(scores - maximum) / (total.to(tl.float32) / UNIT)
-    tl.store(out + row * stride_out + tokens, tl.where(kept, probabilities, 0.0), mask=known)
+    key, first_id = tl.load(cuts + row * 3 + CUT).to(tl.int32), tl.load(cuts + row * 3 + FIRST_ID)
+    cut = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    distance, likeness = maximum - scores, tl.exp(scores - maximum)
+    kept = (scores > cut) | ((scores == cut) & (tokens >= first_id))
+    kept = kept & (distance <= tl.load(limits + row * 3 + 1)) | (distance < tl.load(limits + row * 3))
+    if HAS_M:
+        kept = kept & (likeness >= tl.load(min_p + row).to(tl.float32))
+    factor = UNIT / tl.load(cuts + row * 3 + MASS).to(tl.float32)
+    tl.store(out + row * stride_out + tokens, tl.where(kept, likeness * factor, 0.0), mask=known)
 
 
-def _slice(num_rows: int, size: int) -> int:
-    """Tokens per program: small slices fill the processors when rows are few."""
-    return 2048 if num_rows * size < 2**22 else 8192
+SLICE = 2048
 
 
 def truncated_probabilities(
@@ -309,33 +306,33 @@ def truncated_probabilities(
 ) -> torch.Tensor:
     """See `hf_dspark.kernels.truncated_probabilities`."""
     num_rows, size = logits.shape
-    device = logits.device
+    device, stride = logits.device, logits.stride(0)
     out = torch.empty(num_rows, size, device=device) if out is None else out
-    part = _slice(num_rows, size)
-    shape = {"PARTS": triton.cdiv(size, part), "BLOCK_P": triton.next_power_of_2(triton.cdiv(size, part))}
-    grid = (num_rows, shape["PARTS"])
-    maxima = torch.empty(grid, device=device)
-    thresholds = torch.empty(num_rows, device=device)
+    num_parts = triton.cdiv(size, SLICE)
+    maxima = torch.empty(num_rows, num_parts, device=device)
     histogram = torch.empty(num_rows, BINS.value, dtype=torch.int32, device=device)
-    brackets = torch.empty(num_rows, 4, dtype=torch.int32, device=device)
-    sums, cuts = torch.empty(2, num_rows, 4, dtype=torch.long, device=device)
-    listed = torch.empty(num_rows, size, dtype=torch.int32, device=device)
-    stride, warps = logits.stride(0), part // 512
-    has = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "HAS_M": min_p is not None}
-    _maxima[grid](
-        logits, temperature, maxima, histogram, sums, stride, size, shape["PARTS"], SLICE=part, num_warps=warps
+    limits = torch.empty(num_rows, 3, device=device)
+    needed = torch.empty(num_rows, dtype=torch.int32, device=device)
+    sums = torch.empty(num_rows, 4, dtype=torch.long, device=device)
+    cuts = torch.empty(num_rows, 3, dtype=torch.long, device=device)
+    listed = torch.empty(num_rows, size, dtype=torch.int32, device=device)  # ids; their scores lie in `out` meanwhile
+    grid = (num_rows, num_parts)
+    parts = {"PARTS": num_parts, "BLOCK_P": triton.next_power_of_2(num_parts)}
+    has_k, has_p, has_m = top_k is not None, top_p is not None, min_p is not None
+    _maxima[grid](logits, temperature, maxima, histogram, sums, stride, size, PARTS=num_parts, SLICE=SLICE)
+    _histogram[grid](logits, temperature, maxima, histogram, stride, size, **parts, SLICE=SLICE)
+    _bracket[(num_rows,)](
+        histogram, top_k, top_p, min_p, limits, needed, size, HAS_K=has_k, HAS_P=has_p, HAS_M=has_m, num_warps=8
     )
-    _histogram[grid](logits, temperature, maxima, histogram, stride, size, **shape, SLICE=part, num_warps=warps)
-    _bracket[(num_rows,)](histogram, top_k, top_p, min_p, brackets, thresholds, size, **has, num_warps=8)
     _collect[grid](
-        logits, temperature, maxima, brackets, sums, listed, stride, size, **shape, SLICE=part, num_warps=warps
+        logits, temperature, maxima, limits, sums, out, listed, stride, out.stride(0), size, **parts, SLICE=SLICE
     )
     _search[(num_rows,)](
-        logits, temperature, min_p, maxima, brackets, thresholds, sums, listed, cuts, stride, size,
-        HAS_M=has["HAS_M"], **shape, LIST=1024, num_warps=4,
+        min_p, maxima, limits, needed, sums, out, listed, cuts, out.stride(0), size,
+        HAS_M=has_m, **parts, LIST=4096, num_warps=16,
     )  # fmt: skip
     _write[grid](
-        logits, temperature, maxima, brackets, cuts, out, stride, out.stride(0), size,
-        **shape, SLICE=part, num_warps=warps,
+        logits, temperature, min_p, maxima, limits, cuts, out, stride, out.stride(0), size,
+        HAS_M=has_m, **parts, SLICE=SLICE,
     )  # fmt: skip
     return out

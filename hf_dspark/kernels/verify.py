@@ -138,7 +138,7 @@ def _compare(
     tl.store(chosen + row, tl.where(length < 0, 0, token))
 
 
-BLOCK = 2048
+BLOCK = 1024
 
 
 def _sample(drafts, q, p, lengths, row_starts, seed, offset, draw: bool) -> tuple[torch.Tensor, torch.Tensor]:
