@@ -95,9 +95,11 @@ class RaggedContext:
     """The draft's context of many rows; the ragged twin of `DraftContext`."""
 
     def __init__(self, config: DSparkConfig, num_rows: int, capacity: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.num_hidden_layers, num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
+        # One tensor a layer: a compiled backbone would copy a common one whenever a layer writes its part.
+        self.keys, self.values = (
+            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
+        )
         self.committed: FlatTokens  # where `append` writes
         self.blocks: FlatTokens  # the blocks that `attend` works on, all slots of a row in order
 
