@@ -138,3 +138,17 @@ def test_sample_9_extra_model_arguments_reach_the_target():
 def test_unknown_arguments_are_refused_as_in_plain_generate():
     with pytest.raises(ValueError, match="not_an_argument"):
         checks.generate(tiny.perm_target(), tiny.perm_draft(), PROMPT, not_an_argument=1)
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("new", [5, 7])
+def test_a_block_may_run_into_prefixes_where_nothing_is_allowed(method, new):
+    """Every token once: drafts behind the text's end meet a prefix that bans all tokens, which the text never does."""
+    size = 8
+    target = tiny.table_target(torch.randn(size, size), layers=1, mask=None)
+    draft = tiny.markov_draft(torch.randn(size, size), target_hidden=size, taps=(-1,), mask=size - 1, gamma=7)
+    draft.draft_sample_method = method
+    options = {"do_sample": True, "max_new_tokens": new, "no_repeat_ngram_size": 1, "top_k": 0}
+    for _ in range(20):
+        output, _ = checks.generate(target, draft, [0], **options)
+        assert len(set(output[0].tolist())) == new + 1
