@@ -70,6 +70,12 @@ FAMILIES = {
     "gemma3_text": {"model_type": "gemma3_text", "sliding_window": 6},
     "gpt_neox": {"model_type": "gpt_neox"},
     "gpt2": {"model_type": "gpt2"},
+    "lfm2": {"model_type": "lfm2", "layer_types": ("conv", "full_attention") * 3, "conv_L_cache": 3},
+    "qwen3_next": {
+        "model_type": "qwen3_next", "layer_types": ("linear_attention", "full_attention") * 3, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
 }  # fmt: skip
 
 

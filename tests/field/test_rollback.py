@@ -42,7 +42,7 @@ def test_rollback_2_sliding_windows(family, attention, window, gamma):
     checks.equal_to_plain(target, draft, PROMPT, max_new_tokens=10, prefill_chunk_size=4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "mistral", "gemma2", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "mistral", "gemma2", "gemma3_text", "gpt2", "lfm2"])
 @pytest.mark.parametrize("accepted", range(5))
 @pytest.mark.parametrize("ended_by", ["length", "criterion", "limit inside the block"])
 def test_rollback_4_returned_cache_equals_a_fresh_one(family, accepted, ended_by):
@@ -71,14 +71,31 @@ def test_rollback_4_returned_cache_equals_a_fresh_one(family, accepted, ended_by
     cache, fresh = output[CACHE_KEY], expected[CACHE_KEY]
     assert cache.get_seq_length() == fresh.get_seq_length() == len(sequence) - 1
     for layer, plain_layer in zip(cache.layers, fresh.layers, strict=True):
-        torch.testing.assert_close(layer.keys, plain_layer.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(layer.values, plain_layer.values, atol=1e-4, rtol=1e-4)
+        for name in ("keys", "values", "conv_states"):
+            states, plain_states = getattr(layer, name, None), getattr(plain_layer, name, None)
+            torch.testing.assert_close(states, plain_states, atol=1e-4, rtol=1e-4, allow_subclasses=True)
         assert getattr(layer, "record_past", False) is getattr(plain_layer, "record_past", False)
     with torch.no_grad():
         probe = {"input_ids": checks.tensor(sequence[-1:]), "use_cache": True}
         after = target(**probe, **{CACHE_KEY: cache}).logits
         whole = target(checks.tensor(sequence)).logits[:, -1:]
     torch.testing.assert_close(after, whole, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}, {"return_dict_in_generate": True}])
+def test_layers_with_a_state_instead_of_keys(family, options):
+    """Convolutions roll back where transformers can; recurrent states cannot, and then the target goes on alone."""
+    target = tiny.random_target(family, layers=4)
+    text = checks.plain(target, PROMPT)[0].tolist()
+    draft = tiny.markov_draft(patterned(text, len(PROMPT), [1, 4, 0, 2]), taps=(0, 2))
+    output, stats = checks.generate(target, draft, PROMPT, **options)
+    assert checks.sequences(output)[0].tolist() == text
+    assert stats.num_tokens == 20
+    if stats.path == "plain":
+        assert stats.num_accepted > 0
+    else:
+        assert (stats.path, stats.num_rounds) == ("target_only", 0) and "rolled back" in stats.reason
 
 
 def test_a_cache_that_cannot_be_rolled_back_still_gives_the_text():
