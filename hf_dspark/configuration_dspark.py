@@ -186,6 +186,10 @@ class DSparkConfig(PreTrainedConfig):
                 "`confidence_head_with_markov` needs a Markov head, but `markov_rank` is 0. "
                 "Set `confidence_head_with_markov=False`."
             )
+        self.check_temperatures()
+
+    def check_temperatures(self):
+        """Raise for `confidence_temperatures` that are not γ positive numbers; they may be edited after loading."""
         temperatures = self.confidence_temperatures
         if temperatures is not None:
             bad = len(temperatures) != self.num_draft_tokens or any(

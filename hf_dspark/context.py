@@ -37,6 +37,14 @@ class DraftContext:
             self.values = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
 
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
     def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Add n tokens: for each layer keys and values [B, kv_heads, n, head_dim], rotary positions applied."""
         added = layers[0][0].shape[2]

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from .proposal import DraftBlock
 
 
+class Owner:
+    """Name of one draft object; a copy of the draft, whose weights may come to differ, gets another."""
+
+    def __init__(self):
+        self.key = uuid.uuid4().hex
+
+    def __deepcopy__(self, memo: dict) -> "Owner":
+        return Owner()
+
+
 @dataclass(frozen=True)
 class BackboneOutput:
     """`hidden_states` [B, γ, H] after the final norm and `base_logits` [B, γ, V_draft] (U_k), float32."""
@@ -85,7 +95,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.generation_config = GenerationConfig()
         self.draft_sample_method = "probabilistic"
         # Marks contexts of this draft on caches that outlive a call.
-        self.context_owner = uuid.uuid4().hex
+        self.context_owner = Owner()
         self._vocabulary: TargetVocabulary | None = None
         self._fused: torch.Tensor | None = None
         self.post_init()
@@ -134,7 +144,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         positions = positions.to(self.device)
         hidden = self.hidden_norm(self.fc(features))
         rope = self.rotary_emb(hidden, positions)
-        projected = F.linear(hidden, *self._context_projection()).chunk(len(self.layers), dim=-1)
+        projected = self._project_context(hidden).chunk(len(self.layers), dim=-1)
         context.append([layer.self_attn.keys_values(x, rope) for layer, x in zip(self.layers, projected, strict=True)])
 
     def forward(
@@ -200,13 +210,19 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _context_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _project_context(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Key and value projections of all layers: one product, unless a layer is more than a plain `nn.Linear`."""
+        linears = [linear for layer in self.layers for linear in layer.self_attn.key_value_projections()]
+        if all(is_plain(linear) for linear in linears):
+            return F.linear(hidden, *self._context_projection(linears))
+        return torch.cat([linear(hidden).to(hidden.device) for linear in linears], dim=-1)
+
+    def _context_projection(self, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the key and value projections of all layers as one matrix.
 
         The layers' own weights are made views of the matrix, so it costs no memory and follows every in-place change.
         After a move to another device or dtype the views are gone, which the addresses show, and it is built anew.
         """
-        linears = [linear for layer in self.layers for linear in layer.self_attn.key_value_projections()]
         weights = [linear.weight for linear in linears]
         bias = torch.cat([linear.bias for linear in linears]) if self.config.attention_bias else None
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
@@ -282,6 +298,15 @@ class Qwen3DSparkModel(DSparkForCausalLM):
 
 class Gemma4DSparkModel(DSparkForCausalLM):
     """Name under which DeepSpec publishes Gemma4-style drafts."""
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a module is nothing but its weight: no adapter, quantisation, offloading or hook."""
+    return (
+        type(linear) is nn.Linear
+        and linear.weight.device.type != "meta"
+        and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
+    )
 
 
 def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:

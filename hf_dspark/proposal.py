@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 
@@ -123,8 +124,10 @@ def propose(
 ) -> DraftBlock:
     """See `DSparkForCausalLM.propose`."""
     config = draft.config
-    if not temperature >= 0:
-        raise ValueError(f"`temperature` must be >= 0, got {temperature}. Use 0 for greedy drafts.")
+    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
+        raise ValueError(f"`temperature` must be a number >= 0, got {temperature!r}. Use 0 for greedy drafts.")
+    if not isinstance(anchor_ids, torch.Tensor) or anchor_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`anchor_ids` must be a tensor of token ids (int64), got {anchor_ids!r}.")
     if anchor_ids.dim() != 1 or anchor_ids.shape[0] == 0:
         raise ValueError(f"`anchor_ids` must be [B] with B >= 1, got shape {tuple(anchor_ids.shape)}.")
     batch_size = anchor_ids.shape[0]

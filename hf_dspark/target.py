@@ -39,6 +39,11 @@ def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int])
             raise ValueError(f"Tap {i} of `target_layer_ids` {list(target_layer_ids)} is outside -1..{last}.")
         if hidden_states[i + 1] is None:
             raise ValueError(f"Tap {i} needs `hidden_states[{i + 1}]`, which is None. Ask the target for that entry.")
+        if hidden_states[i + 1].dim() != 3:
+            shape = tuple(hidden_states[i + 1].shape)
+            raise ValueError(
+                f"Tap {i} has shape {shape}, not [B, S, H]: targets with several streams are not supported."
+            )
     taps = [hidden_states[i + 1] for i in target_layer_ids]
     return torch.cat([tap.to(taps[0].device) for tap in taps], dim=-1)
 
@@ -58,16 +63,18 @@ class TargetVocabulary(NamedTuple):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids -> embeddings, the factor of the target's family included."""
         assert self.embeddings is not None
-        return self.embeddings(ids.to(_device_of(self.embeddings, self.device)))
+        return self.embeddings(ids.to(_device_of(self.embeddings, self.device, ids.device)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.head is not None
-        return self.head(hidden.to(device=_device_of(self.head, self.device), dtype=self.dtype))
+        return self.head(hidden.to(device=_device_of(self.head, self.device, hidden.device), dtype=self.dtype))
 
 
-def _device_of(module: nn.Module, default: torch.device) -> torch.device:
+def _device_of(module: nn.Module, target: torch.device, given: torch.device) -> torch.device:
+    """Where a module of the target takes its input; an offloaded one (on meta) moves whatever it is given by itself."""
     tensor = next(module.parameters(), None)
-    return default if tensor is None or tensor.device.type == "meta" else tensor.device
+    device = target if tensor is None else tensor.device
+    return given if device.type == "meta" else device
 
 
 def check_pair(config: DSparkConfig, target: nn.Module) -> None:

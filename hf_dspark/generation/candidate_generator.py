@@ -105,7 +105,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         position = input_ids.shape[1] - 1
         features = context_features(model_outputs, self.draft.config.target_layer_ids)
         self.observe(features[:, : position - self.context.length], self.context.length)
-        limit = None if self.max_length is None else self.max_length - input_ids.shape[1] - 1
+        limit = None if self.max_length is None else max(0, self.max_length - input_ids.shape[1] - 1)
         proposal = self.propose(input_ids, position, limit)
         candidates = torch.cat((input_ids, proposal.tokens[None].to(input_ids.device)), dim=-1)
         return candidates, None if proposal.q is None else proposal.q.log()[None]

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .._compat import CACHE_KEY
 from .loop import PlainLoop
-from .options import NAMED_BY_CALLER, named_options, refuse, static_cache_error
+from .options import GIVEN_BY_CALLER, given_as_filled, refuse, static_cache_error
 from .record import CallRecord
 
 logger = logging.get_logger(__name__)
@@ -28,7 +28,8 @@ PLAIN_REASON = "one sequence over transformers' own cache"
 
 
 def is_dspark(draft: Any) -> bool:
-    return bool(getattr(type(draft), "_dspark_draft", False))
+    # On the object, not its class: wrappers (compiled modules, adapters) hand attributes on.
+    return getattr(draft, "_dspark_draft", False) is True
 
 
 def install() -> None:
@@ -48,9 +49,9 @@ def install() -> None:
 def _remember_options(original: Callable) -> Callable:
     @functools.wraps(original)
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
-        named = named_options(generation_config, kwargs)
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
-        setattr(prepared, NAMED_BY_CALLER, named)
+        if given := given_as_filled(generation_config, kwargs):
+            setattr(prepared, GIVEN_BY_CALLER, given)
         return prepared, model_kwargs
 
     return _prepare_generation_config
@@ -102,7 +103,7 @@ def decode(
         raise static_cache_error(f"{CACHE_KEY}=StaticCache(...)")
     assistant_model.attach_target(target)
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-    reason = _target_only_reason(logits_processor, synced_gpus, model_kwargs)
+    reason = _target_only_reason(target, logits_processor, synced_gpus, model_kwargs)
     if reason is None:
         record = CallRecord("plain", PLAIN_REASON)
         output = PlainLoop(target, assistant_model, *arguments, record).run()
@@ -141,7 +142,7 @@ def _without_drafts(
     return output
 
 
-def _target_only_reason(logits_processor, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
+def _target_only_reason(target, logits_processor, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
     """Why drafts cannot be used in this call without changing its text; `None` when they can."""
     stateful = [type(p).__name__ for p in logits_processor if type(p).__name__ in STATEFUL_PROCESSORS]
     if stateful:
@@ -151,6 +152,6 @@ def _target_only_reason(logits_processor, synced_gpus: bool, model_kwargs: dict[
     cache = model_kwargs.get(CACHE_KEY)
     if cache is None:
         return "rounds need a cache (use_cache=False, or the target makes its own kind)"
-    if not hasattr(cache, "is_croppable"):
-        return f"{type(cache).__name__} cannot be rolled back"
+    if not hasattr(cache, "is_croppable") or (cache.layers and all(cache.is_linear)):
+        return f"{type(cache).__name__} of {type(target).__name__} cannot be rolled back"
     return None

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
@@ -84,12 +85,12 @@ class PlainLoop:
         )
         self.hidden_states: tuple | None = () if keeps and generation_config.output_hidden_states else None
         self.attentions: tuple | None = () if keeps and generation_config.output_attentions else None
-        self.cache = TargetCache(model_kwargs[CACHE_KEY])
+        self.cache = TargetCache(model_kwargs[CACHE_KEY], target.config.get_text_config(decoder=True))
         self.position = 0
-        if not generation_config.output_hidden_states:
-            self.kwargs |= self.generator.model_kwargs_overrides
-        else:
-            self.kwargs["output_hidden_states"] = True
+        self._last = ModelOutput()
+        wanted = generation_config.output_hidden_states
+        self._selected = wanted if isinstance(wanted, (list, tuple)) else None
+        self.kwargs |= {"output_hidden_states": True} if wanted else self.generator.model_kwargs_overrides
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Generate; the return value is what plain generate() would have returned."""
@@ -137,7 +138,7 @@ class PlainLoop:
         self.transcript.commit(token, scores, logits)
         self.record.add_tokens(1)
         if self.hidden_states is not None:
-            self.hidden_states += (outputs.hidden_states,)
+            self.hidden_states += (self._wanted(outputs.hidden_states),)
         if self.attentions is not None:
             self.attentions += (outputs.attentions,)
         self.kwargs = self._extended(self.kwargs, outputs)
@@ -172,7 +173,9 @@ class PlainLoop:
         outputs = self._forward(torch.cat((ids, drafts[None]), dim=-1), len(drafts) + 1, states[-1])
         logits = outputs.logits[0, -len(drafts) - 1 :].to(dtype=torch.float32, device=ids.device)
         q = proposal.q if proposal is not None else logits[:0] if self.config.do_sample else None
-        q = None if q is None else q.to(ids.device)
+        if q is not None:
+            # A target's logits may be wider than the vocabulary its config states.
+            q = F.pad(q.to(ids.device), (0, logits.shape[-1] - q.shape[-1]))
         committed, accepted = verify(self.transcript, drafts, q, logits, self.processors)
 
         self.cache.forget(len(drafts) + 1 - committed)
@@ -180,8 +183,8 @@ class PlainLoop:
         self.record.add_tokens(committed)
         self._keep_outputs(outputs, committed, len(drafts))
         if proposal is not None:
-            features = context_features(outputs, self.draft.config.target_layer_ids)[:, :committed]
-            self.generator.observe(features, self.position)
+            features = context_features(outputs, self.draft.config.target_layer_ids)[:, -len(drafts) - 1 :]
+            self.generator.observe(features[:, :committed], self.position)
             self._record_round(proposal, committed, accepted, started)
         self.position += committed
 
@@ -198,12 +201,23 @@ class PlainLoop:
 
     def _extended(self, kwargs: dict[str, Any], outputs: ModelOutput | None = None) -> dict[str, Any]:
         """Model arguments with mask, positions and token types one token longer, as plain generate() extends them."""
-        return self.target._update_model_kwargs_for_generation(outputs or ModelOutput(), dict(kwargs))
+        if outputs is not None:
+            large = ("logits", "hidden_states", "attentions")
+            self._last = type(outputs)(**{name: value for name, value in outputs.items() if name not in large})
+        extend = self.target._update_model_kwargs_for_generation
+        return extend(self._last, dict(kwargs), is_encoder_decoder=False)
+
+    def _wanted(self, hidden_states: tuple) -> tuple:
+        """The hidden states the caller asked for; a list of indices leaves None elsewhere, as in transformers."""
+        if self._selected is None:
+            return hidden_states
+        return tuple(state if i in self._selected else None for i, state in enumerate(hidden_states))
 
     def _keep_outputs(self, outputs: ModelOutput, committed: int, drafts: int) -> None:
         for i in range(committed):
             if self.hidden_states is not None:
-                self.hidden_states += (tuple(layer[:, i : i + 1] for layer in outputs.hidden_states),)
+                states = self._wanted(outputs.hidden_states)
+                self.hidden_states += (tuple(s if s is None else s[:, i : i + 1] for s in states),)
             if self.attentions is not None:
                 self.attentions += (self.cache.attention_step(outputs.attentions, i, drafts),)
 

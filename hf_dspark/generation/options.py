@@ -1,5 +1,6 @@
 """Which assistant options the caller really set, and the calls that cannot be honoured."""
 
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -9,19 +10,17 @@ from ..modeling_dspark import DSparkForCausalLM
 
 # What generate() writes into a config when nobody said anything.
 FILLED_BY_GENERATE = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
-# Set by the hook on the config of a call: the names among the above that the caller gave.
-NAMED_BY_CALLER = "_dspark_named_options"
+# Set by the hook on the config of a call: options that the caller gave with the very value generate() fills in.
+GIVEN_BY_CALLER = "_dspark_given_options"
 
 
-def named_options(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> list[str]:
-    """Names of assistant options given in a generate() call or in the generation config passed to it.
-
-    A config that generate() has prepared before (pipelines pass such ones) carries its own note of what was given.
-    """
-    noted = getattr(generation_config, NAMED_BY_CALLER, None)
-    if noted is None:
-        noted = [name for name in FILLED_BY_GENERATE if getattr(generation_config, name, None) is not None]
-    return [name for name in FILLED_BY_GENERATE if name in noted or kwargs.get(name) is not None]
+def given_as_filled(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> list[str]:
+    """Options whose value in a generate() call, or in the config passed to it, looks as if nobody had given it."""
+    noted = list(getattr(generation_config, GIVEN_BY_CALLER, ()))
+    # Pipelines pass a config that generate() has filled in before; then only its note tells.
+    if getattr(generation_config, "num_assistant_tokens_schedule", None) is None:
+        noted += [n for n, filled in FILLED_BY_GENERATE.items() if getattr(generation_config, n, None) == filled]
+    return [n for n, filled in FILLED_BY_GENERATE.items() if kwargs.get(n) == filled or n in noted]
 
 
 class DraftOptions(NamedTuple):
@@ -43,26 +42,24 @@ def draft_options(draft: DSparkForCausalLM, generation_config: GenerationConfig)
     count = _given("num_assistant_tokens", draft, generation_config)
     if count is None:
         count = gamma
-    elif isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= gamma:
+    elif isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= int(count) <= gamma:
         raise ValueError(
             f"`num_assistant_tokens` must be an integer in 1..{gamma} for this draft (γ = {gamma}), got {count!r}."
         )
     threshold = _given("assistant_confidence_threshold", draft, generation_config)
     if threshold is None:
         threshold = 0.0
-    elif isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+    elif isinstance(threshold, bool) or not isinstance(threshold, Real) or not 0 <= float(threshold) <= 1:
         raise ValueError(f"`assistant_confidence_threshold` must be a number in [0, 1], got {threshold!r}.")
     if threshold > 0 and draft.confidence_head is None:
         note = f"assistant_confidence_threshold={threshold} has no effect, the draft has no confidence head"
-        return DraftOptions(count, 0.0, note)
-    return DraftOptions(count, float(threshold), "")
+        return DraftOptions(int(count), 0.0, note)
+    return DraftOptions(int(count), float(threshold), "")
 
 
 def _given(name: str, draft: DSparkForCausalLM, generation_config: GenerationConfig) -> Any:
     value = getattr(generation_config, name, None)
-    named = getattr(generation_config, NAMED_BY_CALLER, None)
-    # Without the hook's mark a value that generate() fills in by itself counts as unset.
-    given = value != FILLED_BY_GENERATE[name] if named is None else name in named
+    given = value != FILLED_BY_GENERATE[name] or name in getattr(generation_config, GIVEN_BY_CALLER, ())
     return value if given and value is not None else getattr(draft.generation_config, name, None)
 
 
@@ -90,6 +87,7 @@ def refuse(target: PreTrainedModel, mode: GenerationMode, config: GenerationConf
         "assistant_ensemble_weight": "lossy by design",
         "speculation_type": "another kind of draft",
         "use_mtp": "another kind of draft",
+        "dola_layers": "another way to decode",
     }
     for name, why in conflicts.items():
         if (value := getattr(config, name, None)) not in (None, False):

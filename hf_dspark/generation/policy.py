@@ -10,6 +10,16 @@ from .options import draft_options
 from .verify import applies_to_draft, draft_distribution
 
 
+def usable(scores: torch.Tensor) -> torch.Tensor:
+    """Scores [B, V] that can be sampled from, whatever the draft made of them; q is what comes out, so it is exact.
+
+    NaN never comes up, +inf is the largest number, and a row without any candidate becomes uniform.
+    """
+    limit = torch.finfo(scores.dtype).max
+    scores = torch.nan_to_num(scores, nan=float("-inf"), posinf=limit, neginf=float("-inf"))
+    return torch.where(scores.amax(dim=-1, keepdim=True) == float("-inf"), 0.0, scores)
+
+
 class DraftPolicy:
     """Options, processors and sampling of one generate() call, as far as the draft is concerned.
 
@@ -33,7 +43,10 @@ class DraftPolicy:
         self.processors = LogitsProcessorList(p for p in logits_processor or [] if applies_to_draft(p))
         self.do_sample = bool(generation_config.do_sample)
         self.sample_method = draft.draft_sample_method
+        draft.config.check_temperatures()  # they may have been edited
         self._temperatures = draft.config.confidence_temperatures
+        if getattr(draft, "scheduler", None) is not None:
+            raise ValueError(f"`draft.scheduler={draft.scheduler!r}` is not supported yet. Set it to None.")
         if self.sample_method not in ("probabilistic", "greedy"):
             raise ValueError(
                 f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
@@ -45,6 +58,7 @@ class DraftPolicy:
         """Processed scores [B, V] and the chosen ids [B] of one slot; `prefix` [B, t], `logits` [B, V]."""
         processors = self.processors if processors is None else processors
         scores = processors(prefix, logits.clone()) if processors else logits
+        scores = usable(scores) if self.do_sample else scores
         return scores, draw(scores, do_sample=self.do_sample and self.sample_method == "probabilistic")
 
     def distribution(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:

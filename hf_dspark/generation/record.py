@@ -141,7 +141,10 @@ def record() -> Iterator[SpeculationStats]:
     try:
         yield stats
     finally:
-        _ACTIVE.reset(token)
+        try:
+            _ACTIVE.reset(token)
+        except ValueError:  # a generator that is continued in another context
+            _ACTIVE.set(tuple(other for other in _ACTIVE.get() if other is not stats))
 
 
 class CallRecord:

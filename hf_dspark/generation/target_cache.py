@@ -13,8 +13,12 @@ from ..modeling_dspark import DSparkForCausalLM
 class TargetCache:
     """One transformers cache during one call."""
 
-    def __init__(self, cache: Any):
+    def __init__(self, cache: Any, text_config: Any):
         self.cache = cache
+        kinds, window = getattr(text_config, "layer_types", None), getattr(text_config, "sliding_window", None)
+        # Without stated kinds every layer has the window, where there is one.
+        kinds = kinds or ["sliding_attention"] * text_config.num_hidden_layers
+        self._windows = [window if kind == "sliding_attention" else None for kind in kinds]
         self.croppable = True
         self._recording: list[Any] = []
         self._committed = 0
@@ -49,22 +53,24 @@ class TargetCache:
         if attention is None:
             return None
         end = attention.shape[-1] - drafts + i
-        layer = self.cache.layers[index] if index < len(self.cache.layers) else None
-        window = getattr(layer, "sliding_window", None)
+        window = self._windows[index] if index < len(self._windows) else None
         return attention[:, :, i : i + 1, max(0, end - window) if window else 0 : end]
 
     def draft_context(self, draft: DSparkForCausalLM) -> DraftContext | None:
         """The context that an earlier call of this draft left with the cache (copies of a cache carry it along)."""
         owner, context = getattr(self.cache, "_dspark_context", (None, None))
-        return context if owner == draft.context_owner else None
+        if context is None or owner != draft.context_owner.key:
+            return None
+        return context if (context.dtype, context.device) == (draft.dtype, draft.device) else None
 
     def close(self) -> None:
         """End of the call, also by an exception: no unverified token stays, and layers drop old states again."""
-        if self._committed:
-            self.forget(self.length() - self._committed)
+        for layer in self.cache.layers if self._committed and self.croppable else ():
+            # Each by itself: an interrupted forward has reached some of them only.
+            layer.crop(-max(0, int(layer.get_seq_length()) - self._committed))
         for layer in self._recording:
             layer.record_past = False
 
     def keep_draft_context(self, draft: DSparkForCausalLM, context: DraftContext) -> None:
         """Leave the draft's context with the cache, for the next turn."""
-        self.cache._dspark_context = (draft.context_owner, context)
+        self.cache._dspark_context = (draft.context_owner.key, context)
