@@ -52,7 +52,7 @@ def test_a_target_without_attention_goes_on_alone():
     output = target.generate(IDS, assistant_model=tiny.perm_draft(), return_dict_in_generate=True, **GREEDY)
     assert torch.equal(output.sequences, target.generate(IDS, **GREEDY))
     assert output.speculation.path == "target_only"
-    assert "cannot be rolled back" in output.speculation.reason
+    assert "cache" in output.speculation.reason.lower()
 
 
 def test_a_compiled_draft_is_a_draft():
