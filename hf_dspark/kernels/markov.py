@@ -12,35 +12,47 @@ def _step(
     prev, w1, w2, base, temperature, seed, logits, best_scores, best_tokens,
     num_rows, vocabulary_size, num_embeddings, stride_w1, stride_w2, stride_base, stride_logits, offset,
     RANK: tl.constexpr, HAS_HEAD: tl.constexpr, WRITE: tl.constexpr, NOISY: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_V tokens, for all rows."""
+    """One program: TILES neighbouring tiles of BLOCK_V tokens, for all rows."""
     rows, ranks = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
-    tokens = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_batch, known = rows < num_rows, tokens < vocabulary_size
-    if HAS_HEAD:  # W2 first: it waits for nothing, and nothing reads it again before it has left the cache
-        place = tokens.to(tl.int64)[:, None] * stride_w2 + ranks[None, :]
-        mask = known[:, None] & (ranks < RANK)[None, :]
-        weight = tl.load(w2 + place, mask=mask, other=0, eviction_policy="evict_first")
-    mask = in_batch[:, None] & known[None, :]
-    columns = rows.to(tl.int64)[:, None]
-    scores = tl.load(base + columns * stride_base + tokens[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+    in_batch, in_rank = rows < num_rows, ranks < RANK
     if HAS_HEAD:
         token = tl.minimum(tl.load(prev + rows, mask=in_batch, other=0), num_embeddings - 1)
-        in_rank = in_batch[:, None] & (ranks < RANK)[None, :]
-        embedding = tl.load(w1 + token[:, None] * stride_w1 + ranks[None, :], mask=in_rank, other=0)
-        if BLOCK_B == 1:
-            scores += tl.sum(weight.to(tl.float32) * embedding.to(tl.float32), axis=1)[None, :]
-        else:
-            scores += tl.dot(embedding, tl.trans(weight), input_precision=PRECISION)
-    if WRITE:
-        tl.store(logits + columns * stride_logits + tokens[None, :], scores, mask=mask)
+        w1_mask = in_batch[:, None] & in_rank[None, :]
+        embedding = tl.load(w1 + token[:, None] * stride_w1 + ranks[None, :], mask=w1_mask, other=0)
     if NOISY:
         heat = tl.load(temperature + rows, mask=in_batch, other=0.0)[:, None]
-        quads = tl.program_id(0) * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
-        noise = exponential(tl.load(seed), rows[:, None], offset, DRAFT, quads[None, :])
-        scores = tl.where(heat > 0, scores / tl.where(heat > 0, heat, 1.0) - tl.log(noise), scores)
-    best, choice = first_maximum(scores, tokens[None, :], 1)
+        key = tl.load(seed)
+    best = tl.full([BLOCK_B], float("-inf"), tl.float32)
+    choice = tl.full([BLOCK_B], 2147483647, tl.int32)
+    for tile in range(TILES):
+        first = (tl.program_id(0) * TILES + tile) * BLOCK_V
+        tokens = first + tl.arange(0, BLOCK_V)
+        known = tokens < vocabulary_size
+        mask = in_batch[:, None] & known[None, :]
+        columns = rows.to(tl.int64)[:, None]
+        scores = tl.load(base + columns * stride_base + tokens[None, :], mask=mask, other=float("-inf"))
+        scores = scores.to(tl.float32)
+        if HAS_HEAD:
+            place = w2 + tokens.to(tl.int64)[:, None] * stride_w2 + ranks[None, :]
+            w2_mask = known[:, None] & in_rank[None, :]
+            if BLOCK_B == 1:
+                weight = tl.load(place, mask=w2_mask, other=0, eviction_policy="evict_first").to(tl.float32)
+                scores += tl.sum(weight * embedding.to(tl.float32), axis=1)[None, :]
+            else:
+                weight = tl.load(place, mask=w2_mask, other=0)
+                scores += tl.dot(embedding, tl.trans(weight), input_precision=PRECISION)
+        if WRITE:
+            tl.store(logits + columns * stride_logits + tokens[None, :], scores, mask=mask)
+        if NOISY:
+            quads = first // 4 + tl.arange(0, BLOCK_V // 4)
+            noise = exponential(key, rows[:, None], offset, DRAFT, quads[None, :])
+            scores = tl.where(heat > 0, scores / tl.where(heat > 0, heat, 1.0) - tl.log(noise), scores)
+        top, top_token = first_maximum(scores, tokens[None, :], 1)
+        choice = tl.where((top > best) | (tile == 0), top_token, choice)
+        best = tl.maximum(top, best)
     part = rows * tl.num_programs(0) + tl.program_id(0)
     tl.store(best_scores + part, best, mask=in_batch)
     tl.store(best_tokens + part, choice, mask=in_batch)
@@ -55,6 +67,20 @@ def _choose(best_scores, best_tokens, chosen, num_parts, vocabulary_size, BLOCK:
     tokens = tl.load(best_tokens + row * num_parts + parts, mask=mask, other=2147483647)
     _, token = first_maximum(scores, tokens, 0)
     tl.store(chosen + row, tl.minimum(token, vocabulary_size - 1).to(tl.int64))  # a valid id also among NaN
+
+
+def _tiles(num_rows: int, vocabulary_size: int, block_r: int, noisy: bool) -> tuple[int, int]:
+    """BLOCK_V and the tiles of a program.
+
+    Longer runs pay only when the rows' embeddings are read for them and no noise fills the registers.
+    """
+    room = max(16, 16384 // block_r)
+    if num_rows == 1:
+        return min(32, room), 1
+    if noisy:
+        return min(64, room), 1
+    block_v = min(32, room)
+    return block_v, triton.cdiv(triton.cdiv(vocabulary_size, block_v), 528)
 
 
 def markov_step(
@@ -76,17 +102,18 @@ def markov_step(
     seed, offset = (base, 0) if noise is None else noise
     rank = w2.shape[1] if has_head else 1
     block_r = max(16, triton.next_power_of_2(rank))
-    block_v = max(16, min(64, 16384 // block_r))
-    num_parts = triton.cdiv(vocabulary_size, block_v)
+    noisy = noise is not None and temperature is not None
+    block_v, tiles = _tiles(num_rows, vocabulary_size, block_r, noisy)
+    num_parts = triton.cdiv(vocabulary_size, block_v * tiles)
     best_scores = torch.empty(num_rows, num_parts, device=base.device)
     best_tokens = torch.empty(num_rows, num_parts, dtype=torch.int32, device=base.device)
     chosen = torch.empty(num_rows, dtype=torch.long, device=base.device)
     _step[(num_parts,)](
         prev, w1, w2, base, base if temperature is None else temperature, seed, logits, best_scores, best_tokens,
         num_rows, vocabulary_size, w1.shape[0], w1.stride(0), w2.stride(0), base.stride(0), logits.stride(0), offset,
-        RANK=rank, HAS_HEAD=has_head, WRITE=write, NOISY=noise is not None and temperature is not None,
+        RANK=rank, HAS_HEAD=has_head, WRITE=write, NOISY=noisy, TILES=tiles,
         BLOCK_B=1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows)), BLOCK_V=block_v, BLOCK_R=block_r,
-        PRECISION="ieee" if w2.dtype == torch.float32 else "tf32", num_warps=4,
+        PRECISION="ieee" if w2.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
     )  # fmt: skip
     _choose[(num_rows,)](
         best_scores, best_tokens, chosen, num_parts, vocabulary_size,

@@ -1,28 +1,23 @@
 """Temperature, top-k, top-p and min-p over a whole vocabulary without sorting it, exact.
 
-With d = maximum - score, number and mass of a row's tokens with d <= edge are taken for a few dozen edges, and again for
-as many edges between those two that matter. That shows how far from the maximum tokens are surely kept, and from where
-on surely removed. Those between, a few hundred of an ordinary row, are listed and searched by bisection; of the others
-only number and mass are needed. What decides are sums of integers, which do not depend on the order of summation. A row
-full of ties is slower, not wrong.
+With d = maximum - score, a row's tokens are counted in bins of d. The counts bound masses, and so show how far from the
+maximum tokens are surely kept and from where on surely removed. Those between, a few thousand of an ordinary row at
+most, are listed and searched by bisection; of the others only number and mass are needed. Masses are sums of integers:
+they do not depend on the order of summation. A row full of ties is slower, not wrong.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-EDGES = tl.constexpr(32)
-SPREAD = tl.constexpr(8.0)  # half of the first edges lie within this distance of the maximum
-SLACK = tl.constexpr(1e-5)  # of every bound, against rounding
+FEW_BINS, MANY_BINS = tl.constexpr(512), tl.constexpr(4096)
+SPREAD = tl.constexpr(32.0)  # half of the bins lie within this distance of the maximum, the others reach to infinity
+SLACK = tl.constexpr(1e-3)  # of all bounds, against rounding
 UNIT = tl.constexpr(17592186044416.0)  # 2^44: masses of up to 2^18 tokens fit an int64
-OFF = tl.constexpr(1e30)  # a distance that no score reaches, except minus infinity
 ABSENT = tl.constexpr(-2147483648)  # a key below all others
-# Per row, integers: number and mass up to each edge, twice; then of the surely kept, the surely removed, the listed.
-SUMS, NUMBER, HEAD, TAIL, LISTED = (tl.constexpr(n) for n in (132, 128, 129, 130, 131))
-# Per row, floats: the edges, twice; distances up to which tokens are kept and beyond which removed; top-p's threshold
-# as the first and as the second edges leave it.
-LIMITS, LOW, HIGH, OPEN_THRESHOLD, THRESHOLD = (tl.constexpr(n) for n in (68, 64, 65, 66, 67))
-CUT, FIRST_ID, MASS = (tl.constexpr(n) for n in (0, 1, 2))
+OFF = tl.constexpr(1e30)  # a distance that no token reaches
+NUMBER, HEAD, TAIL, LISTED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # columns of `sums`
+CUT, FIRST_ID, MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # columns of `cuts`
 
 
 @triton.jit
@@ -45,158 +40,116 @@ def _row_maximum(maxima, row, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
 
 
 @triton.jit
-def _k(top_k, row, size, HAS_K: tl.constexpr):
-    """Tokens that top-k keeps without ties; the size of the vocabulary when it is off."""
-    k = row.to(tl.int32) * 0 + size
-    if HAS_K:
-        k = tl.load(top_k + row).to(tl.int32)
-        k = tl.where(k > 0, tl.minimum(k, size), size)
-    return k
-
-
-@triton.jit
-def _maxima(logits, temperature, maxima, sums, stride, size, PARTS: tl.constexpr, SLICE: tl.constexpr):
-    """One program: the largest score of a slice. The first of a row clears its sums."""
+def _maxima(
+    logits, temperature, maxima, histogram, sums, stride, size,
+    PARTS: tl.constexpr, SLICE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """One program: the largest score of a slice. The first of a row clears its counters."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tokens = part * SLICE + tl.arange(0, SLICE)
     scores = _scores(logits, temperature, row, stride, tokens, tokens < size)
     tl.store(maxima + row * PARTS + part, tl.max(scores, axis=0))
     if part == 0:
-        places = tl.arange(0, 256)
-        tl.store(sums + row * SUMS + places, tl.zeros([256], tl.int64), mask=places < SUMS)
+        tl.store(histogram + row * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
+        tl.store(sums + row * 4 + tl.arange(0, 4), tl.zeros([4], tl.int64))
+
+
+@triton.jit
+def _histogram(
+    logits, temperature, maxima, histogram, stride, size,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """One program: counts a slice. Bin b holds the distances with d / (d + SPREAD) in [b, b + 1) / BINS."""
+    row = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    scores = _scores(logits, temperature, row, stride, tokens, tokens < size)
+    distance = tl.minimum(_row_maximum(maxima, row, PARTS, BLOCK_P) - scores, 1e9)
+    bins = tl.minimum((distance / (distance + SPREAD) * BINS).to(tl.int32), BINS - 1)
+    if BINS > FEW_BINS:
+        tl.atomic_add(histogram + row * BINS + bins, tl.full([SLICE], 1, tl.int32), mask=tokens < size, sem="relaxed")
+    else:
+        counts = tl.histogram(bins, BINS, mask=tokens < size)
+        tl.atomic_add(histogram + row * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit
+def _edge(bin, BINS: tl.constexpr):
+    """Lower edge of a bin as a distance; OFF for BINS."""
+    return tl.where(bin >= BINS, OFF, SPREAD * bin / tl.maximum(BINS - bin, 1))
 
 
 @triton.jit
 def _bracket(
-    sums, limits, threshold, top_k, top_p, min_p, row, size,
-    LEVEL: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_M: tl.constexpr,
+    histogram, top_k, top_p, min_p, limits, needed, size,
+    HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_M: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """What the sums up to the edges of one level leave open.
+    """One program: what the counts of one row leave open.
 
-    Interval j lies between edges j - 1 and j. Per filter, intervals before `_first` are surely kept and intervals after
-    `_last` surely removed; EDGES: it is off. A negative `threshold` says that top-p decides nothing.
-
-    Returns the distance up to which tokens are surely kept, the distance beyond which they are surely removed, and the
-    threshold, negative if the other filters are surely stricter.
+    For each filter, bins before `_first` are surely kept and bins after `_last` surely removed; BINS: it is off.
+    Stores two distances (nearer: surely kept, farther: surely removed), the threshold of top-p (-1: it decides nothing)
+    and k (the size: it is off).
     """
-    index = tl.arange(0, EDGES)
-    edges = tl.load(limits + row * LIMITS + LEVEL * EDGES + index)
-    numbers = tl.load(sums + row * SUMS + LEVEL * 2 * EDGES + index)
-    masses = tl.load(sums + row * SUMS + (LEVEL * 2 + 1) * EDGES + index).to(tl.float32) / UNIT
-    least = tl.exp(-edges)  # mass of a token at the edge
-    not_last = index < EDGES - 1
-    k = _k(top_k, row, size, HAS_K)
-    k_place = tl.where(k < size, tl.sum((numbers < k).to(tl.int32), axis=0), EDGES)
-    first, last = k_place, k_place
+    row, bins = tl.program_id(0).to(tl.int64), tl.arange(0, BINS)
+    counts = tl.load(histogram + row * BINS + bins)
+    near, far = tl.exp(-_edge(bins, BINS)), tl.exp(-_edge(bins + 1, BINS))  # bounds of a token's mass
+    off = tl.full([], BINS, tl.int32)
+    k, k_bin, m_first, m_last = off * 0 + size, off, off, off
+    if HAS_K:
+        k = tl.load(top_k + row).to(tl.int32)
+        k = tl.where(k > 0, tl.minimum(k, size), size)
+        k_bin = tl.where(k < size, tl.sum((tl.cumsum(counts, axis=0) < k).to(tl.int32), axis=0), BINS)
     if HAS_M:
         floor = tl.load(min_p + row).to(tl.float32)
-        m_first = tl.sum((least > floor * (1 + SLACK)).to(tl.int32), axis=0)
-        m_last = tl.sum(((least > floor * (1 - SLACK)) & not_last).to(tl.int32), axis=0)
-        first = tl.minimum(first, tl.where(floor > 0, m_first, EDGES))
-        last = tl.minimum(last, tl.where(floor > 0, m_last, EDGES))
-    if HAS_P:
-        # Bounds of the mass that top-k leaves, of which top-p keeps the share 1 - threshold.
-        total = tl.load(sums + row * SUMS + 2 * EDGES - 1).to(tl.float32) / UNIT
-        lower = tl.where(k < size, tl.max(tl.where(numbers < k, masses, 0.0), axis=0), total)
-        upper = tl.where(k < size, tl.min(tl.where(numbers < k, total, masses), axis=0), total)
-        share = 1 - threshold
-        kept = share * lower - SLACK * lower + least * (1 - SLACK) > masses
-        p_first = tl.sum(kept.to(tl.int32), axis=0)
-        p_last = tl.sum(((masses < share * upper + SLACK * upper) & not_last).to(tl.int32), axis=0)
-        if (threshold >= 0) & (p_first <= tl.minimum(last, EDGES - 1)):
-            first = tl.minimum(first, p_first)
-            # The mass of what top-k keeps must become exact: then the place of its cut stays open too.
-            last = tl.where(k_place < EDGES, k_place, tl.minimum(last, p_last))
-        else:
-            threshold = tl.full([], -1.0, tl.float32)
-    start = tl.min(edges, axis=0)
-    low = tl.max(tl.where(index < first, edges, start), axis=0)
-    return low, tl.max(tl.where(index <= last, edges, low), axis=0), threshold
-
-
-@triton.jit
-def _threshold(top_p, row, HAS_P: tl.constexpr):
-    """1 - top_p, rounded to float32 as the warper's comparison rounds it; negative when top-p is off."""
+        m_first = tl.where(floor > 0, tl.sum((far > floor * (1 + SLACK)).to(tl.int32), axis=0), BINS)
+        m_last = tl.where(floor > 0, tl.sum((near > floor * (1 - SLACK)).to(tl.int32), axis=0) - 1, BINS)
+    first, last = tl.minimum(k_bin, m_first), tl.minimum(k_bin, m_last)
     threshold = tl.full([], -1.0, tl.float32)
     if HAS_P:
         p = tl.load(top_p + row).to(tl.float64)
-        threshold = tl.where(p < 1, (1 - p).to(tl.float32), threshold)
-    return threshold
-
-
-@triton.jit
-def _count(
-    logits, temperature, top_k, top_p, min_p, maxima, sums, limits, stride, size,
-    LEVEL: tl.constexpr, HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_M: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr,
-):  # fmt: skip
-    """One program: adds number and mass of a slice's tokens up to each edge to the row's."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tokens = part * SLICE + tl.arange(0, SLICE)
-    scores = _scores(logits, temperature, row, stride, tokens, tokens < size)
-    distance = _row_maximum(maxima, row, PARTS, BLOCK_P) - scores
-    likeness = tl.exp(-distance)
-    low, high = tl.full([], -1e-3, tl.float32), tl.full([], OFF, tl.float32)
-    if LEVEL == 1:
-        threshold = _threshold(top_p, row, HAS_P)
-        low, high, threshold = _bracket(
-            sums, limits, threshold, top_k, top_p, min_p, row, size, 0, HAS_K, HAS_P, HAS_M
-        )  # fmt: skip
-        if part == 0:
-            tl.store(limits + row * LIMITS + OPEN_THRESHOLD, threshold)
-    index = tl.arange(0, EDGES)
-    edges = tl.zeros([EDGES], tl.float32)
-    numbers, masses = tl.zeros([EDGES], tl.int32), tl.zeros([EDGES], tl.float32)
-    for j in tl.static_range(EDGES):
-        edge = high
-        if j < EDGES - 1:
-            far = low + tl.maximum(low, SPREAD) * (j / (EDGES - 1 - j))
-            edge = tl.where(high < OFF, low + (high - low) * (j / (EDGES - 1)), far)
-        inside = distance <= edge
-        edges = tl.where(index == j, edge, edges)
-        numbers = tl.where(index == j, tl.sum(inside.to(tl.int32), axis=0), numbers)
-        masses = tl.where(index == j, tl.sum(tl.where(inside, likeness, 0.0), axis=0), masses)
-    place = sums + row * SUMS + LEVEL * 2 * EDGES + index
-    tl.atomic_add(place, numbers.to(tl.int64), sem="relaxed")
-    tl.atomic_add(place + EDGES, (masses * UNIT).to(tl.int64), sem="relaxed")
-    if part == 0:
-        tl.store(limits + row * LIMITS + LEVEL * EDGES + index, edges)
+        limit = (1 - p).to(tl.float32)
+        upper = tl.where(bins <= k_bin, counts * near, 0.0)
+        lower = tl.where(bins < k_bin, counts * far, 0.0)
+        below = tl.cumsum(lower, axis=0, reverse=True) - lower
+        kept = below + far > limit * (1 + SLACK) * tl.sum(upper, axis=0)
+        p_first = tl.sum(kept.to(tl.int32), axis=0)
+        through = tl.cumsum(upper, axis=0, reverse=True)
+        p_last = tl.sum((through > limit * (1 - SLACK) * tl.sum(lower, axis=0)).to(tl.int32), axis=0) - 1
+        if (p < 1) & (p_first <= tl.minimum(last, BINS - 1)):
+            threshold = limit
+            first = tl.minimum(first, p_first)
+            # The mass of what top-k keeps must be exact: then its last bin is searched too.
+            last = tl.where(k_bin < BINS, k_bin, tl.minimum(last, p_last))
+    tl.store(limits + row * 3, tl.where(first < BINS, _edge(first, BINS) * (1 - SLACK), OFF))
+    tl.store(limits + row * 3 + 1, tl.where(last < BINS, _edge(last + 1, BINS) * (1 + SLACK), OFF))
+    tl.store(limits + row * 3 + 2, threshold)
+    tl.store(needed + row, k)
 
 
 @triton.jit
 def _collect(
-    logits, temperature, top_k, top_p, min_p, maxima, sums, limits, listed_scores, listed_tokens,
-    stride, stride_listed, size,
-    HAS_K: tl.constexpr, HAS_P: tl.constexpr, HAS_M: tl.constexpr,
+    logits, temperature, maxima, limits, sums, listed_scores, listed_tokens, stride, stride_listed, size,
     PARTS: tl.constexpr, BLOCK_P: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
     """One program: lists the open tokens of a slice, and adds up the others on either side."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    tokens = part * SLICE + tl.arange(0, SLICE)
+    row = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     known = tokens < size
     scores = _scores(logits, temperature, row, stride, tokens, known)
     maximum = _row_maximum(maxima, row, PARTS, BLOCK_P)
     distance, masses = maximum - scores, _mass(scores, maximum)
-    threshold = tl.load(limits + row * LIMITS + OPEN_THRESHOLD)
-    low, high, threshold = _bracket(
-        sums, limits, threshold, top_k, top_p, min_p, row, size, 1, HAS_K, HAS_P, HAS_M
-    )  # fmt: skip
-    if part == 0:
-        tl.store(limits + row * LIMITS + LOW, low)
-        tl.store(limits + row * LIMITS + HIGH, high)
-        tl.store(limits + row * LIMITS + THRESHOLD, threshold)
-    kept, removed = known & (distance <= low), known & (distance > high)
+    kept = known & (distance < tl.load(limits + row * 3))
+    removed = known & (distance > tl.load(limits + row * 3 + 1)) & ~kept
     number = tl.sum(kept.to(tl.int32), axis=0)
     if number > 0:
-        tl.atomic_add(sums + row * SUMS + NUMBER, number.to(tl.int64), sem="relaxed")
-        tl.atomic_add(sums + row * SUMS + HEAD, tl.sum(tl.where(kept, masses, 0), axis=0), sem="relaxed")
+        tl.atomic_add(sums + row * 4 + NUMBER, number.to(tl.int64), sem="relaxed")
+        tl.atomic_add(sums + row * 4 + HEAD, tl.sum(tl.where(kept, masses, 0), axis=0), sem="relaxed")
     tail = tl.sum(tl.where(removed, masses, 0), axis=0)
     if tail > 0:
-        tl.atomic_add(sums + row * SUMS + TAIL, tail, sem="relaxed")
+        tl.atomic_add(sums + row * 4 + TAIL, tail, sem="relaxed")
     open_ = (known & ~kept & ~removed).to(tl.int32)
     number = tl.sum(open_, axis=0)
     if number > 0:
-        place = tl.atomic_add(sums + row * SUMS + LISTED, number.to(tl.int64), sem="relaxed")
+        place = tl.atomic_add(sums + row * 4 + LISTED, number.to(tl.int64), sem="relaxed")
         place += tl.cumsum(open_, axis=0) - 1
         tl.store(listed_scores + row * stride_listed + place, scores, mask=open_ > 0)
         tl.store(listed_tokens + row * size + place, tokens, mask=open_ > 0)
@@ -282,17 +235,17 @@ def _first_kept_id(chunk, source, cut, ties, each, below, total, threshold, size
 
 @triton.jit
 def _search(
-    top_k, min_p, maxima, limits, sums, listed_scores, listed_tokens, cuts, stride, size,
-    HAS_K: tl.constexpr, HAS_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, LIST: tl.constexpr,
+    min_p, maxima, limits, needed, sums, listed_scores, listed_tokens, cuts, stride, size,
+    HAS_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """One program: the exact cut of one row by bisection over its open tokens.
 
     Stores the key of the lowest kept score, the lowest kept id among its ties, and the mass of all kept tokens.
     """
     row = tl.program_id(0).to(tl.int64)
-    head, tail = tl.load(sums + row * SUMS + HEAD), tl.load(sums + row * SUMS + TAIL)
-    count, k = tl.load(sums + row * SUMS + LISTED), _k(top_k, row, size, HAS_K)
-    threshold = tl.load(limits + row * LIMITS + THRESHOLD)
+    head, tail = tl.load(sums + row * 4 + HEAD), tl.load(sums + row * 4 + TAIL)
+    count, k = tl.load(sums + row * 4 + LISTED), tl.load(needed + row)
+    threshold = tl.load(limits + row * 3 + 2)
     source = (
         listed_scores + row * stride, listed_tokens + row * size, count, _row_maximum(maxima, row, PARTS, BLOCK_P)
     )  # fmt: skip
@@ -303,10 +256,9 @@ def _search(
         bottom = tl.minimum(bottom, tl.min(tl.where(more[1] == ABSENT, 2147483647, more[1]), axis=0))
         top = tl.maximum(top, tl.max(more[1], axis=0))
 
-    open_k = k - tl.load(sums + row * SUMS + NUMBER)
+    open_k = k - tl.load(sums + row * 4 + NUMBER)
     kth = _kth_key(chunk, source, bottom, tl.where(open_k < count, top, bottom), open_k, LIST)
-    removes = (k < size) & (k <= tl.load(sums + row * SUMS + EDGES - 1))  # top-k, of the finite scores
-    below = tl.where(removes, 0, tail)  # what top-k has removed is no part of the distribution top-p sees
+    below = tl.where(k == size, tail, 0)  # what top-k has removed is no part of the distribution top-p sees
     total = tl.maximum(head + below + _tally(chunk, source, kth, top, 0, 0.0, LIST)[1], 1)
     high = tl.where(threshold >= 0, top + 1, kth)
     cut = _top_p_key(chunk, source, kth, high, below, total, threshold, LIST)
@@ -339,16 +291,11 @@ def _write(
     cut = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     distance, likeness = maximum - scores, tl.exp(scores - maximum)
     kept = (scores > cut) | ((scores == cut) & (tokens >= first_id))
-    kept = kept & (distance <= tl.load(limits + row * LIMITS + HIGH)) | (
-        distance <= tl.load(limits + row * LIMITS + LOW)
-    )
+    kept = kept & (distance <= tl.load(limits + row * 3 + 1)) | (distance < tl.load(limits + row * 3))
     if HAS_M:
         kept = kept & (likeness >= tl.load(min_p + row).to(tl.float32))
     factor = UNIT / tl.load(cuts + row * 3 + MASS).to(tl.float32)
     tl.store(out + row * stride_out + tokens, tl.where(kept, likeness * factor, 0.0), mask=known)
-
-
-SLICE = 2048
 
 
 def truncated_probabilities(
@@ -364,33 +311,35 @@ def truncated_probabilities(
     num_rows, size = logits.shape
     device, stride = logits.device, logits.stride(0)
     out = torch.empty(num_rows, size, device=device) if out is None else out
-    num_parts = triton.cdiv(size, SLICE)
+    has_k, has_p, has_m = top_k is not None, top_p is not None, min_p is not None
+    # Top-k leaves few tokens, whatever the bins. Top-p alone may cut among a hundred thousand: then fine bins are worth
+    # an atomic addition per token.
+    bins, part = (FEW_BINS.value, 2048) if has_k else (MANY_BINS.value, 1024)
+    num_parts = triton.cdiv(size, part)
     maxima = torch.empty(num_rows, num_parts, device=device)
-    sums = torch.empty(num_rows, SUMS.value, dtype=torch.long, device=device)
-    limits = torch.empty(num_rows, LIMITS.value, device=device)
+    histogram = torch.empty(num_rows, bins, dtype=torch.int32, device=device)
+    limits = torch.empty(num_rows, 3, device=device)
+    needed = torch.empty(num_rows, dtype=torch.int32, device=device)
+    sums = torch.empty(num_rows, 4, dtype=torch.long, device=device)
     cuts = torch.empty(num_rows, 3, dtype=torch.long, device=device)
     listed = torch.empty(num_rows, size, dtype=torch.int32, device=device)  # ids; their scores lie in `out` meanwhile
     grid = (num_rows, num_parts)
-    counted = 512 if num_rows < 16 else 1024  # tokens of one warp, which needs no barrier for its 64 sums
     parts = {"PARTS": num_parts, "BLOCK_P": triton.next_power_of_2(num_parts)}
-    options = (top_k, top_p, min_p)
-    has = {"HAS_K": top_k is not None, "HAS_P": top_p is not None, "HAS_M": min_p is not None}
-    _maxima[grid](logits, temperature, maxima, sums, stride, size, PARTS=num_parts, SLICE=SLICE)
-    for level in range(2):
-        _count[(num_rows, triton.cdiv(size, counted))](
-            logits, temperature, *options, maxima, sums, limits, stride, size,
-            LEVEL=level, **has, **parts, SLICE=counted, num_warps=1,
-        )  # fmt: skip
-    _collect[grid](
-        logits, temperature, *options, maxima, sums, limits, out, listed, stride, out.stride(0), size,
-        **has, **parts, SLICE=SLICE,
+    _maxima[grid](logits, temperature, maxima, histogram, sums, stride, size, PARTS=num_parts, SLICE=part, BINS=bins)
+    _histogram[grid](logits, temperature, maxima, histogram, stride, size, **parts, SLICE=part, BINS=bins)
+    _bracket[(num_rows,)](
+        histogram, top_k, top_p, min_p, limits, needed, size,
+        HAS_K=has_k, HAS_P=has_p, HAS_M=has_m, BINS=bins, num_warps=8,
     )  # fmt: skip
+    _collect[grid](
+        logits, temperature, maxima, limits, sums, out, listed, stride, out.stride(0), size, **parts, SLICE=part
+    )
     _search[(num_rows,)](
-        top_k, min_p, maxima, limits, sums, out, listed, cuts, out.stride(0), size,
-        HAS_K=has["HAS_K"], HAS_M=has["HAS_M"], **parts, LIST=2048, num_warps=8,
+        min_p, maxima, limits, needed, sums, out, listed, cuts, out.stride(0), size,
+        HAS_M=has_m, **parts, LIST=2048, num_warps=8,
     )  # fmt: skip
     _write[grid](
         logits, temperature, min_p, maxima, limits, cuts, out, stride, out.stride(0), size,
-        HAS_M=has["HAS_M"], **parts, SLICE=SLICE,
+        HAS_M=has_m, **parts, SLICE=part,
     )  # fmt: skip
     return out
