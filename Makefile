@@ -27,7 +27,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,eval]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,eval,triton]"
 	touch $@
 
 # The tests that need no embedded pair, on the oldest, a middle and the newest supported transformers.
@@ -40,7 +40,7 @@ test-transformers-%: .venvs/%/.installed
 .venvs/%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venvs/$*
 	grep -v "^transformers==" constraints.txt > .venvs/$*/constraints.txt
-	.venvs/$*/bin/python -m pip install --quiet -c .venvs/$*/constraints.txt "transformers==$*" -e ".[dev,gguf,eval]"
+	.venvs/$*/bin/python -m pip install --quiet -c .venvs/$*/constraints.txt "transformers==$*" -e ".[dev,gguf,eval,triton]"
 	touch $@
 
 clean:

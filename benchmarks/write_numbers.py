@@ -76,12 +76,30 @@ def positions(report: dict) -> str:
     return "\n".join([head, "|" + "---|" * (slots + 3), *lines])
 
 
+def kernels_table(report: dict) -> str:
+    lines = []
+    for row in report["results"]:
+        share = f"{100 * row['floor_us'] / row['kernel_us']:.0f} %"
+        times = [f"{row[name]:.1f}" for name in ("kernel_us", "torch_us", "floor_us")]
+        lines.append("| " + " | ".join([row["operation"], row["shape"], *times, share]) + " |")
+    head = "| operation | shape | kernel µs | torch µs | byte floor µs | floor / kernel |"
+    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+
+
+def kernels_setting(report: dict) -> str:
+    return (
+        f"One {report['device']}, torch {report['torch']}, triton {report['triton']}, shapes of Qwen3-8B, times by replay "
+        f"of a CUDA graph; the floor counts the bytes once at {report['floor_bandwidth']} TB/s. generate() does not use "
+        "these kernels yet."
+    )
+
+
 def readme_block(report: dict) -> str:
     float32 = {**report, "results": [r for r in report["results"] if r["dtype"] == "float32"]}
     return "\n\n".join([cpu_setting(report), cpu_table(float32, "dspark")])
 
 
-def numbers_page(report: dict) -> str:
+def numbers_page(report: dict, kernels: dict) -> str:
     return (
         "\n\n".join(
             [
@@ -99,6 +117,9 @@ def numbers_page(report: dict) -> str:
                 "In float32 greedy text equals plain generate. In bfloat16 a block and a single token may run through "
                 "different kernels, and where two tokens are nearly tied the choice can flip.",
                 near_ties(report),
+                "## Kernels of the fast path",
+                kernels_setting(kernels),
+                kernels_table(kernels),
             ]
         )
         + "\n"
@@ -116,7 +137,7 @@ def main() -> None:
     after = rest.split(END)[1]
     pages = {
         readme: f"{before}{BEGIN}\n{readme_block(report)}\n{END}{after}",
-        ROOT / "docs" / "numbers.md": numbers_page(report),
+        ROOT / "docs" / "numbers.md": numbers_page(report, load("kernels_h200")),
     }
     stale = [page for page, content in pages.items() if not page.exists() or page.read_text() != content]
     if check:
