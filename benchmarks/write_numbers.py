@@ -88,9 +88,9 @@ def kernels_table(report: dict) -> str:
 
 def kernels_setting(report: dict) -> str:
     return (
-        f"One {report['device']}, torch {report['torch']}, triton {report['triton']}, shapes of Qwen3-8B, times by replay "
-        f"of a CUDA graph; the floor counts the bytes once at {report['floor_bandwidth']} TB/s. generate() does not use "
-        "these kernels yet."
+        f"One {report['device']}, torch {report['torch']}, triton {report['triton']}, shapes of Qwen3-8B, times by "
+        f"replay of a CUDA graph; the floor counts the bytes once at {report['floor_bandwidth']} TB/s. generate() does "
+        "not use these kernels yet."
     )
 
 

@@ -103,12 +103,13 @@ def decode(
         raise static_cache_error(f"{CACHE_KEY}=StaticCache(...)")
     assistant_model.attach_target(target)
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+    gamma = assistant_model.config.num_draft_tokens
     reason = _target_only_reason(target, logits_processor, synced_gpus, model_kwargs)
     if reason is None:
-        record = CallRecord("plain", PLAIN_REASON)
+        record = CallRecord("plain", PLAIN_REASON, gamma)
         output = PlainLoop(target, assistant_model, *arguments, record).run()
     else:
-        record = CallRecord("target_only", reason)
+        record = CallRecord("target_only", reason, gamma)
         output = _without_drafts(target, *arguments, synced_gpus, record)
     if generation_config.return_dict_in_generate:
         output.speculation = record.stats

@@ -55,6 +55,7 @@ class SpeculationStats:
             `"target_only"` (no drafts were used).
         captured: whether CUDA graphs ran.
         reason: why this path, and what was not used.
+        gamma: γ of the drafts that were used, the largest of them.
     """
 
     rounds: list[Round] = field(default_factory=list)
@@ -63,6 +64,7 @@ class SpeculationStats:
     path: str = "plain"
     captured: bool = False
     reason: str = ""
+    gamma: int = 0
 
     @property
     def num_rounds(self) -> int:
@@ -103,8 +105,8 @@ class SpeculationStats:
     @property
     def acceptance_by_position(self) -> list[float | None]:
         """For each slot k: share of x_k accepted where x_1..x_{k-1} were and x_k was tried; `None` if never."""
-        gamma = max((len(r.draft_tokens) for r in self.rounds), default=0)
-        tried, passed = [0] * gamma, [0] * gamma
+        slots = max((len(r.draft_tokens) for r in self.rounds), default=self.gamma)
+        tried, passed = [0] * slots, [0] * slots
         for r in self.rounds:
             rejected = r.next_token is not None and r.accepted < r.verified
             for k in range(r.accepted + rejected):
@@ -116,7 +118,7 @@ class SpeculationStats:
         """Everything above as plain Python values, for JSON."""
         names = (
             "num_rounds num_drafted num_verified num_accepted num_tokens mean_acceptance_length "
-            "expected_acceptance_length acceptance_rate acceptance_by_position path captured reason calls"
+            "expected_acceptance_length acceptance_rate acceptance_by_position path captured reason calls gamma"
         )
         return {name: getattr(self, name) for name in names.split()} | {"rounds": [asdict(r) for r in self.rounds]}
 
@@ -150,12 +152,13 @@ def record() -> Iterator[SpeculationStats]:
 class CallRecord:
     """One generate() call, written at once to its own statistics and to every active record."""
 
-    def __init__(self, path: str, reason: str):
+    def __init__(self, path: str, reason: str, gamma: int):
         self.stats = SpeculationStats()
         self._all = (self.stats, *_ACTIVE.get())
         self._index = {id(stats): stats.calls for stats in self._all}
         for stats in self._all:
             stats.calls += 1
+            stats.gamma = max(stats.gamma, gamma)
         self.explain(path, reason)
 
     def explain(self, path: str, reason: str) -> None:

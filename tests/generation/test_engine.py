@@ -24,7 +24,7 @@ def ragged(monkeypatch):
     """generate() with a DSpark draft takes the ragged path."""
 
     def decode(target, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        record = CallRecord("ragged", "test")
+        record = CallRecord("ragged", "test", 4)
         draft, mask = kwargs["assistant_model"], kwargs.get("attention_mask")
         arguments = (input_ids, mask, logits_processor, stopping_criteria, generation_config, record)
         output = RaggedLoop(target, draft, *arguments).run()

@@ -25,7 +25,7 @@ DRAFTS = {
 def start(target, draft, ids: torch.Tensor, mask: torch.Tensor, max_length: int) -> tuple[RaggedLoop, DeviceRounds]:
     config = GenerationConfig(max_length=max_length, do_sample=False)
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length)])
-    record = CallRecord("ragged", "test")
+    record = CallRecord("ragged", "test", 4)
     loop = RaggedLoop(target, draft, ids, mask, LogitsProcessorList(), criteria, config, record)
     loop._prefill()
     rounds = DeviceRounds(loop._forward, loop.proposer, loop.context, len(loop.rows), 0.0)

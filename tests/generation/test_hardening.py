@@ -195,3 +195,10 @@ def test_propose_refuses_what_it_cannot_read(arguments):
     anchors = arguments.pop("anchor_ids", torch.tensor([3]))
     with pytest.raises(ValueError, match="anchor_ids|temperature"):
         draft.propose(anchors, features, **arguments)
+
+
+def test_positions_without_rounds_are_gamma_nones():
+    with hf_dspark.record() as stats:
+        tiny.perm_target().generate(IDS, assistant_model=tiny.perm_draft(), do_sample=False, max_new_tokens=1)
+    assert stats.num_rounds == 0
+    assert stats.acceptance_by_position == [None] * 4
