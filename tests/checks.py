@@ -70,7 +70,7 @@ def adds_up(stats, num_new: int, gamma: int) -> None:
         assert here.next_token is not None and there.anchor == here.next_token
     assert stats.mean_acceptance_length == (sum(committed) / len(rounds) if rounds else 0.0)
     assert stats.acceptance_rate == (stats.num_accepted / stats.num_verified if stats.num_verified else 0.0)
-    assert len(stats.acceptance_by_position) == gamma or not rounds
+    assert len(stats.acceptance_by_position) == gamma
     for k, rate in enumerate(stats.acceptance_by_position):
         tried = [r for r in rounds if r.verified > k and r.accepted >= k]
         # A draft behind the token that ended the text was neither accepted nor rejected.

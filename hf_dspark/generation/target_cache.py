@@ -65,9 +65,13 @@ class TargetCache:
 
     def close(self) -> None:
         """End of the call, also by an exception: no unverified token stays, and layers drop old states again."""
-        for layer in self.cache.layers if self._committed and self.croppable else ():
-            # Each by itself: an interrupted forward has reached some of them only.
-            layer.crop(-max(0, int(layer.get_seq_length()) - self._committed))
+        extra = 0
+        for layer in reversed(self.cache.layers) if self._committed and self.croppable else ():
+            # Each by itself: an interrupted forward has reached the first layers only. A layer that holds a state
+            # instead of keys has no length; it goes with the next one that has.
+            if hasattr(layer, "get_seq_length"):
+                extra = max(0, int(layer.get_seq_length()) - self._committed)
+            layer.crop(-extra)
         for layer in self._recording:
             layer.record_past = False
 

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import checks
 import tiny
@@ -105,6 +112,36 @@ def test_stop_token_inside_a_block_is_counted_as_an_accepted_draft():
     _, stats = checks.equal_to_plain(tiny.perm_target(), tiny.perm_draft(gamma=3), PROMPT, eos_token_id=CHAIN[4])
     (only,) = stats.rounds
     assert (only.verified, only.accepted, only.next_token) == (3, 3, CHAIN[4])
+
+
+class Unchanged(LogitsProcessor):
+    """A caller's processor that only counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+@pytest.mark.parametrize("end", ["eos", "criterion", "length"])
+@pytest.mark.parametrize("at", [2, 4, 5, 6])
+def test_stop_inside_a_block_that_is_decided_slot_by_slot(end, at):
+    """With a caller's processor each slot is decided by itself; nothing is asked of it behind the end."""
+    processors = []
+
+    def options():
+        processors.append(Unchanged())
+        ends = {
+            "eos": {"eos_token_id": CHAIN[at - 1]}, "length": {"max_new_tokens": at},
+            "criterion": {"stopping_criteria": StoppingCriteriaList([checks.StopAt(3 + at)])},
+        }  # fmt: skip
+        return {"logits_processor": LogitsProcessorList([processors[-1]]), **ends[end]}
+
+    new, stats = checks.equal_to_plain(tiny.perm_target(), tiny.perm_draft(gamma=4), PROMPT, options)
+    assert len(new) == at == processors[0].calls == processors[1].calls
+    assert stats.num_accepted > 0 or (end, at) == ("length", 2), "only there the limit leaves no room for a draft"
 
 
 def test_stop_token_in_the_prompt_or_the_first_token():
