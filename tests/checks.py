@@ -117,6 +117,73 @@ def same_outputs(found, expected):
                 torch.testing.assert_close(x, y, atol=2e-4, rtol=2e-4, msg=lambda m, at=(name, step): f"{at}: {m}")
 
 
+# ---- batches on the ragged path
+
+
+def batch(rows: list[list[int]], pad: int = 0) -> dict[str, torch.Tensor]:
+    """Left-padded ids and their mask, as arguments of generate()."""
+    width = max(map(len, rows))
+    return {
+        "input_ids": torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+
+
+def batch_equals_plain(target, draft, rows: list[list[int]], options=None, *, lengths=None, **more):
+    """Greedy text of a batch (or of one row with a static cache) equals that of plain generate with a dynamic cache.
+
+    `options` makes the keyword arguments, called once per run. `lengths` are new tokens of each row where another
+    condition than an end-of-text id ends it. Returns (new tokens of each row, statistics, output).
+    """
+
+    def arguments():
+        given = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0} | more | (options or dict)()
+        return given | batch(rows, given["pad_token_id"])
+
+    plain_arguments = arguments()
+    plain_arguments.pop("cache_implementation", None)
+    for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
+        plain_arguments.pop(name, None)
+    expected = sequences(target.generate(**plain_arguments))
+    with hf_dspark.record() as stats:
+        output = target.generate(assistant_model=draft, **arguments())
+    assert sequences(output).tolist() == expected.tolist()
+    width = max(map(len, rows))
+    new = expected[:, width:].tolist()
+    eos = plain_arguments.get("eos_token_id") or []
+    eos = {eos} if isinstance(eos, int) else set(eos)
+    if lengths is None:
+        lengths = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in new]
+    new = [row[:length] for row, length in zip(new, lengths, strict=True)]
+    rows_add_up(stats, rows, new, draft.config.num_draft_tokens)
+    return new, stats, output
+
+
+def rows_add_up(stats, prompts: list[list[int]], new: list[list[int]], gamma: int) -> None:
+    """Invariant 9 row by row: the rounds of each row spell its text after the first token, and counters are sums."""
+    rounds = stats.rounds
+    assert (stats.path, stats.captured) == ("ragged", torch.cuda.is_available() and stats.captured)
+    assert stats.reason
+    for index, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
+        text, position = [*prompt, *tokens], len(prompt)
+        for here in (r for r in rounds if r.row == index):
+            assert (here.position, here.anchor) == (position, text[position])
+            assert len(here.draft_tokens) == gamma and 0 <= here.accepted <= here.verified <= gamma
+            committed = [*here.draft_tokens[: here.accepted], *([] if here.next_token is None else [here.next_token])]
+            assert committed and text[position + 1 : position + 1 + len(committed)] == committed
+            position += len(committed)
+            assert here.next_token is not None or position == len(text) - 1, "only the last round may lack it"
+        assert position == len(text) - 1, "rounds and first token make the whole row"
+    assert {r.row for r in rounds} <= set(range(len(prompts)))
+    assert stats.num_tokens == sum(map(len, new))
+    assert stats.num_rounds == len(rounds) and stats.num_drafted == gamma * len(rounds)
+    assert stats.num_verified == sum(r.verified for r in rounds)
+    assert stats.num_accepted == sum(r.accepted for r in rounds)
+    committed = stats.num_tokens - len(new)
+    assert stats.mean_acceptance_length == (committed / len(rounds) if rounds else 0.0)
+    assert len(stats.acceptance_by_position) == gamma
+
+
 class ListStreamer(BaseStreamer):
     """Keeps every `put` as a list and counts `end`."""
 
