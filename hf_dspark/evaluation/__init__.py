@@ -1,0 +1,1 @@
+"""Measuring a pair: prompt sets, metrics, runner."""

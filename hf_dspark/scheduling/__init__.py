@@ -1,0 +1,1 @@
+"""How many drafts are worth verifying: calibrated confidence, measured costs, the scheduler."""
