@@ -166,12 +166,25 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             the γ slots that are read.
         """
         vocabulary = vocabulary or self.vocabulary
+        hidden = self.run_block(block_ids, positions, context, vocabulary)
+        return BackboneOutput(hidden, self.base_logits(hidden, vocabulary))
+
+    def run_block(
+        self, block_ids: torch.Tensor, positions: torch.Tensor, context: Context, vocabulary: TargetVocabulary
+    ) -> torch.Tensor:
+        """The backbone without the head: h_1..h_γ [B, γ, H] after the final norm, in the draft's dtype."""
         hidden = self._embed(block_ids.to(self.device), vocabulary)
         rope = self.rotary_emb(hidden, positions.to(self.device))
         for layer in self.layers:
             hidden = layer(hidden, rope, context)
-        hidden = self.norm(hidden[:, -self.config.num_draft_tokens :])
-        return BackboneOutput(hidden, self._base_logits(hidden, vocabulary))
+        return self.norm(hidden[:, -self.config.num_draft_tokens :])
+
+    def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
+        """U_k [..., V_draft], float32, of backbone states [..., H]."""
+        logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)
+        logits = fit_vocabulary(logits.float(), self.config.vocab_size)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def propose(
         self,
@@ -203,12 +216,6 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         embedded = self.embed_tokens(ids.clamp(max=self.config.vocab_size - 1))
         # Gemma rounds the factor to the dtype of the embeddings.
         return embedded * float(torch.tensor(self.config.embedding_scale, dtype=embedded.dtype))
-
-    def _base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
-        logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)
-        logits = fit_vocabulary(logits.float(), self.config.vocab_size)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _project_context(self, hidden: torch.Tensor) -> torch.Tensor:
         """Key and value projections of all layers: one product, unless a layer is more than a plain `nn.Linear`."""
