@@ -1,7 +1,8 @@
 """The sequential heads of DSpark: Markov biases and the confidence head (paper, "Semi-autoregressive drafting").
 
 A Markov head gives every slot a bias over the vocabulary that depends on the previous token. All three kinds share one
-`step`, so the walk over a block (`proposal.markov_walk`) is written once. Parameter names are DeepSpec's.
+`step`, so the walk over a block (`proposal.markov_walk`) is written once; they differ in `transition`, the vector that
+W2 turns into the bias, which training uses directly. Parameter names are DeepSpec's.
 """
 
 import torch
@@ -15,8 +16,11 @@ class VanillaMarkovHead(nn.Module):
     """B_k = W2 · W1[x_{k-1}], a first-order transition matrix of rank r.
 
     Shapes: `prev` [B] token ids, `hidden` [B, H], `state` as the previous step returned it (`None` opens a block);
-    `step` returns the bias [B, V] in the head's dtype and the next state.
+    `step` returns the bias [B, V] in the head's dtype and the next state, `transition` the next state and before it
+    u_k [B, r] with B_k = W2 · u_k. Where the state is not used (`has_state` False), any leading shape will do.
     """
+
+    has_state = False
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -28,10 +32,16 @@ class VanillaMarkovHead(nn.Module):
         """W1[prev], [..., r]; the confidence head reads it too."""
         return self.markov_w1(prev)
 
+    def transition(
+        self, prev: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.embed(prev), state
+
     def step(
         self, prev: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.markov_w2(self.embed(prev)), state
+        vector, state = self.transition(prev, hidden, state)
+        return self.markov_w2(vector), state
 
 
 class GatedMarkovHead(VanillaMarkovHead):
@@ -41,10 +51,10 @@ class GatedMarkovHead(VanillaMarkovHead):
         super().__init__(config)
         self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
 
-    def step(self, prev, hidden, state):
+    def transition(self, prev, hidden, state):
         embedding = self.embed(prev)
         gate = self.gate_proj(torch.cat((hidden, embedding), dim=-1)).sigmoid()
-        return self.markov_w2(gate * embedding), state
+        return gate * embedding, state
 
 
 class RNNMarkovHead(VanillaMarkovHead):
@@ -54,17 +64,19 @@ class RNNMarkovHead(VanillaMarkovHead):
     s' = σ(g) · s + (1 − σ(g)) · tanh(c), with s = 0 at the start of a block.
     """
 
+    has_state = True
+
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
 
-    def step(self, prev, hidden, state):
+    def transition(self, prev, hidden, state):
         embedding = self.embed(prev)
         if state is None:
             state = torch.zeros_like(embedding)
         gate, candidate, output = self.joint_proj(torch.cat((state, embedding, hidden), dim=-1)).chunk(3, dim=-1)
         gate = gate.sigmoid()
-        return self.markov_w2(output.tanh()), gate * state + (1 - gate) * candidate.tanh()
+        return output.tanh(), gate * state + (1 - gate) * candidate.tanh()
 
 
 MARKOV_HEADS = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RNNMarkovHead}
