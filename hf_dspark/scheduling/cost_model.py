@@ -1,0 +1,253 @@
+"""`CostModel`: what a round costs on this machine, measured (paper, SPS profile).
+
+A round is one draft for R rows and one target forward over B tokens. Both costs are tables of medians, made monotone.
+Captured graphs run at fixed sizes, so between two measured sizes the cost is that of the larger one: a staircase.
+"""
+
+import bisect
+import json
+import math
+import platform
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import transformers
+from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+REPEATS = 5
+
+
+class StepTimer(Protocol):
+    """Runs the pieces of a round on the real engine, with dummy tokens and warmed up; milliseconds of one run."""
+
+    def verify(self, num_tokens: int) -> float:
+        """One target forward over `num_tokens` tokens on the flat axis."""
+        ...
+
+    def draft(self, num_rows: int) -> float:
+        """Everything a round does for its drafts: context, backbone and walk for `num_rows` rows."""
+        ...
+
+
+class CostModel:
+    """Costs of a round by its sizes.
+
+    Inside the measured range a cost is that of the next larger measured size; above it the last slope goes on (from
+    the origin, where only one size was measured).
+
+    Args:
+        verify_ms: tokens of a target forward -> milliseconds.
+        draft_ms: rows -> milliseconds of a draft; empty for drafts that cost nothing.
+        environment: where it was measured; kept in the file, never read.
+
+    Attributes:
+        verify_ms, draft_ms: the tables in rising order after a running maximum: more work never costs less.
+
+    Raises:
+        ValueError: an empty verify table, sizes below 1 or times that are not above 0.
+    """
+
+    def __init__(
+        self,
+        verify_ms: Mapping[int, float],
+        draft_ms: Mapping[int, float] | None = None,
+        environment: dict[str, Any] | None = None,
+    ):
+        if not verify_ms:
+            raise ValueError("`verify_ms` is empty. Measure at least one number of tokens.")
+        self.verify_ms = _monotone("verify_ms", verify_ms)
+        self.draft_ms = _monotone("draft_ms", draft_ms or {})
+        self.environment = dict(environment or {})
+        # Looked up for every number of tokens of a batch.
+        self._verify = list(self.verify_ms), list(self.verify_ms.values())
+        self._draft = list(self.draft_ms), list(self.draft_ms.values())
+
+    # ---- asking
+
+    def steps_per_second(self, batch_tokens: int, num_rows: int | None = None) -> float:
+        """SPS(B): rounds a second that verify B = Σ (1 + ℓ_r) tokens, the draft for `num_rows` rows included.
+
+        Without `num_rows` the draft counts as at the smallest measured number of rows.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        milliseconds = _cost("batch_tokens", self._verify, batch_tokens)
+        if self.draft_ms:
+            milliseconds += self._draft[1][0] if num_rows is None else _cost("num_rows", self._draft, num_rows)
+        return 1000 / milliseconds
+
+    def plain_steps_per_second(self, num_rows: int) -> float:
+        """Steps a second without any draft: one token for each row.
+
+        Raises:
+            ValueError: a size below 1.
+        """
+        return 1000 / _cost("num_rows", self._verify, num_rows)
+
+    # ---- measuring
+
+    @classmethod
+    def profile(cls, target: Any, draft: Any, *, batch_sizes: Iterable[int], context_length: int) -> "CostModel":
+        """Measure the engine that generate() uses for this pair.
+
+        Args:
+            target, draft: the pair, on the device and in the dtype it will run in.
+            batch_sizes: numbers of rows R; for each, verify costs of R, 2R, … (1+γ)R tokens and the draft's cost.
+            context_length: tokens in the caches of each row while it is measured.
+
+        Raises:
+            ValueError: sizes below 1.
+        """
+        rows = sorted(set(batch_sizes))
+        if not rows or rows[0] < 1 or context_length < 1:
+            raise ValueError(
+                f"`batch_sizes` {rows} and `context_length` {context_length} must be at least 1. "
+                "Give the numbers of rows that generate() will be called with."
+            )
+        tokens = [count * size for count in rows for size in range(1, draft.config.num_draft_tokens + 2)]
+        timer = step_timer(target, draft, num_rows=rows[-1], context_length=context_length)
+        environment = describe(target, draft, context_length=context_length)
+        return cls.measure(timer, token_counts=tokens, row_counts=rows, environment=environment)
+
+    @classmethod
+    def measure(
+        cls,
+        timer: StepTimer,
+        *,
+        token_counts: Iterable[int],
+        row_counts: Iterable[int],
+        repeats: int = REPEATS,
+        environment: dict[str, Any] | None = None,
+    ) -> "CostModel":
+        """Fill the tables with medians of `repeats` runs of each size.
+
+        Sizes take turns, so that a change of the machine's load meets all of them. Times that cannot be explained by
+        load (smaller work that costs more) are levelled by the running maximum.
+
+        Raises:
+            ValueError: no sizes, or fewer than one repeat.
+        """
+        tokens, rows = sorted(set(token_counts)), sorted(set(row_counts))
+        if not tokens or not rows or repeats < 1:
+            raise ValueError(
+                f"Nothing to measure: token counts {tokens}, row counts {rows}, {repeats} repeats. Give one of each."
+            )
+        verify: dict[int, list[float]] = {count: [] for count in tokens}
+        draft: dict[int, list[float]] = {count: [] for count in rows}
+        for _ in logging.tqdm(range(repeats), desc="profile"):
+            for count, times in verify.items():
+                times.append(timer.verify(count))
+            for count, times in draft.items():
+                times.append(timer.draft(count))
+        return cls(
+            {count: statistics.median(times) for count, times in verify.items()},
+            {count: statistics.median(times) for count, times in draft.items()},
+            environment,
+        )
+
+    # ---- files and plot
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "CostModel":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: the file holds something else.
+            OSError: it cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            verify, draft = ({int(n): float(ms) for n, ms in data[k].items()} for k in ("verify_ms", "draft_ms"))
+            environment = data.get("environment")
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a cost table (`verify_ms`, `draft_ms`): {error!r}.") from error
+        return cls(verify, draft, environment)
+
+    def to_json(self, path: str | Path) -> None:
+        """Write `{"verify_ms": {tokens: ms}, "draft_ms": {rows: ms}, "environment": {...}}`."""
+        data = {"verify_ms": self.verify_ms, "draft_ms": self.draft_ms, "environment": self.environment}
+        Path(path).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draw both costs over their sizes; `path` also writes the figure (png, svg, pdf). Needs the extra `eval`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError('Plots need matplotlib: pip install "hf-dspark[eval]".') from error
+        figure = Figure(figsize=(10, 4), layout="constrained")
+        panels = ((self._verify, "tokens verified, B", "target forward"), (self._draft, "rows, R", "draft"))
+        for axes, ((sizes, times), label, title) in zip(figure.subplots(1, 2), panels, strict=True):
+            # A step before each size: what lies between two sizes costs what the larger does.
+            axes.step(sizes, times, where="pre", marker="o", markersize=3)
+            axes.set(xlabel=label, ylabel="milliseconds", title=title, ylim=(0, None))
+        figure.suptitle(", ".join(str(self.environment[k]) for k in ("device", "target") if k in self.environment))
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return figure
+
+
+def step_timer(target: Any, draft: Any, *, num_rows: int, context_length: int) -> StepTimer:
+    """The engine of generate() with `num_rows` rows of `context_length` tokens in its caches, warmed up."""
+    raise NotImplementedError("The engine has no timer yet.")
+
+
+def describe(target: Any, draft: Any, *, context_length: int) -> dict[str, Any]:
+    """The environment of a profile: device, versions, and the shapes the times depend on."""
+    device = target.device
+    text = target.config.get_text_config(decoder=True)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "target": type(target).__name__,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target_layers": text.num_hidden_layers,
+        "target_width": text.hidden_size,
+        "vocabulary": text.vocab_size,
+        "draft_layers": draft.config.num_hidden_layers,
+        "draft_width": draft.config.hidden_size,
+        "gamma": draft.config.num_draft_tokens,
+        "context_length": context_length,
+    }
+
+
+def _monotone(name: str, table: Mapping[int, float]) -> dict[int, float]:
+    """In rising order of size, each cost at least that of every smaller size."""
+    result: dict[int, float] = {}
+    highest = 0.0
+    for size in sorted(table):
+        milliseconds = float(table[size])
+        if size < 1 or not 0 < milliseconds < math.inf:
+            raise ValueError(f"`{name}` must map sizes from 1 to times above 0, got {size}: {milliseconds}.")
+        highest = max(highest, milliseconds)
+        result[int(size)] = highest
+    return result
+
+
+def _cost(name: str, curve: tuple[list[int], list[float]], size: int) -> float:
+    if size < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {size}.")
+    sizes, times = curve
+    at = bisect.bisect_left(sizes, size)
+    if at < len(sizes):
+        return times[at]
+    if len(sizes) == 1:
+        return times[0] * size / sizes[0]
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return times[-1] + slope * (size - sizes[-1])
