@@ -15,7 +15,7 @@ from transformers.utils import logging
 from . import reference
 
 if TYPE_CHECKING:
-    from . import attention, context, markov, truncation, verify
+    from . import attention, context, markov, product, truncation, verify
 
 logger = logging.get_logger(__name__)
 
@@ -24,9 +24,9 @@ _kernels = False
 
 def _load() -> None:
     """Import the kernels; a machine without a usable Triton keeps the torch operations and says why."""
-    global _kernels, attention, context, markov, truncation, verify
+    global _kernels, attention, context, markov, product, truncation, verify
     try:
-        from . import attention, context, markov, truncation, verify
+        from . import attention, context, markov, product, truncation, verify
 
         _kernels = True
     except Exception as error:  # a broken Triton fails in many ways
@@ -123,6 +123,36 @@ def markov_step(
     """
     function = markov.markov_step if use_kernels(base) else reference.markov_step
     return function(prev, w1, w2, base, noise=noise, temperature=temperature, out=out)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """x · weightᵀ (+ bias) for few rows, float32 accumulation, rounded once. The stream of the weights bounds it.
+
+    A row's result does not depend on the other rows, nor on their number.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32, contiguous in K. T <= 64.
+        weight: [N, K], same dtype, contiguous in K. Not to be written by the kernel launched just before with `pdl`.
+        bias: [N].
+        out: [T, N], contiguous in N.
+        pdl: programmatic dependent launch (compute capability >= 9.0): the kernel starts while the one before it in the
+            stream ends, and fetches its first weights meanwhile.
+
+    Returns:
+        [T, N] in the dtype of `x`.
+    """
+    if x.shape[0] > 64:
+        raise ValueError(f"`linear` is for up to 64 rows, got {x.shape[0]}. Use torch.nn.functional.linear.")
+    if use_kernels(x):
+        return product.linear(x, weight, bias, out=out, pdl=pdl)
+    return reference.linear(x, weight, bias, out=out)
 
 
 def write_context(

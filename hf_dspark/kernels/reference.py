@@ -56,6 +56,17 @@ def ragged_attention(
     return out
 
 
+# ---- linear
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `hf_dspark.kernels.linear`."""
+    result = F.linear(x, weight, bias)
+    return result if out is None else out.copy_(result)
+
+
 # ---- random numbers
 
 

@@ -82,6 +82,17 @@ def test_markov(compiled, num_rows, noisy):
     markov.markov_step(prev, None, None, base, **noise)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 64])
+@pytest.mark.parametrize("shape", [(6144, 4096), (VOCABULARY, 64), (300, 70)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_linear(compiled, num_tokens, shape, dtype):
+    from hf_dspark.kernels import product
+
+    x, weight = torch.empty(num_tokens, shape[1], dtype=dtype), torch.empty(shape, dtype=dtype)
+    product.linear(x, weight)
+    product.linear(x, weight, weight[:, 0].contiguous(), pdl=True)
+
+
 @pytest.mark.parametrize("options", [{}, {"value_from_key": True, "value_norm": True}])
 def test_context(compiled, options):
     from hf_dspark.kernels import context
