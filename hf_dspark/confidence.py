@@ -20,6 +20,9 @@ def survival(c: torch.Tensor) -> torch.Tensor:
     return c.cumprod(dim=-1)
 
 
-def truncate(c: torch.Tensor, threshold: float) -> int:
-    """ℓ: the drafts before the first slot with c_k < `threshold`; c is [γ]. Threshold 0 keeps the whole block."""
-    return int((c >= threshold).long().cumprod(dim=-1).sum())
+def truncate(c: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:
+    """ℓ: the drafts before the first slot with c_k < `threshold`. Threshold 0 keeps the whole block.
+
+    Shapes: [..., γ] in, [...] int64 out.
+    """
+    return (c >= threshold).long().cumprod(dim=-1).sum(dim=-1)

@@ -1,8 +1,11 @@
 """`DraftContext`: the draft's memory of committed tokens."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 
 from .configuration_dspark import DSparkConfig
 
@@ -11,15 +14,23 @@ if TYPE_CHECKING:
 
 STEP = 256
 
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+class ContextLayer(Protocol):
+    """What one draft layer sees of a context."""
+
+    def attend(
+        self, attention: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor: ...
+
 
 class Context(Protocol):
     """What the backbone needs of a draft's memory."""
 
-    def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None: ...
+    def append(self, layers: Sequence[nn.Module], projected: torch.Tensor, rope: Rope) -> None: ...
 
-    def attend(
-        self, layer: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor: ...
+    def layer(self, index: int) -> ContextLayer: ...
 
 
 class DraftContext:
@@ -45,35 +56,29 @@ class DraftContext:
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
 
-    def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Add n tokens: for each layer keys and values [B, kv_heads, n, head_dim], rotary positions applied."""
-        added = layers[0][0].shape[2]
+    def append(self, layers: Sequence[nn.Module], projected: torch.Tensor, rope: Rope) -> None:
+        """Add n tokens: `projected` [B, n, ·] holds the key and value projections of all draft layers one after the
+        other, `rope` the rotary tables of their positions."""
+        added = projected.shape[1]
         self._reserve(added)
-        for i, (keys, values) in enumerate(layers):
-            self._write(i, keys, values)
+        for i, (layer, states) in enumerate(zip(layers, projected.chunk(len(layers), dim=-1), strict=True)):
+            self.write(i, *layer.self_attn.keys_values(states, rope))
         self.length += added
 
-    def attend(
-        self, layer: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of a block over the context and itself.
-
-        `queries` [B, heads, n, head_dim], `keys` and `values` [B, kv_heads, n, head_dim] of the block -> [B, n, heads,
-        head_dim]. The context keeps its length.
-        """
-        self._reserve(keys.shape[2])
-        self._write(layer.layer_idx, keys, values)
-        end = self.length + keys.shape[2]
-        return layer.attend(queries, self.keys[layer.layer_idx, :, :, :end], self.values[layer.layer_idx, :, :, :end])
+    def layer(self, index: int) -> "DraftContextLayer":
+        return DraftContextLayer(self, index)
 
     def crop(self, length: int) -> None:
         """Forget tokens past `length`."""
         self.length = min(self.length, length)
 
-    def _write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Put keys and values [B, kv_heads, n, head_dim] of one layer behind the last token; returns where they end."""
+        self._reserve(keys.shape[2])
         end = self.length + keys.shape[2]
-        self.keys[layer_idx, :, :, self.length : end] = keys
-        self.values[layer_idx, :, :, self.length : end] = values
+        self.keys[index, :, :, self.length : end] = keys
+        self.values[index, :, :, self.length : end] = values
+        return end
 
     def _reserve(self, added: int) -> None:
         capacity, needed = self.keys.shape[3], self.length + added
@@ -88,3 +93,23 @@ class DraftContext:
         new = old.new_empty(shape)
         new[:, :, :, : self.length] = old[:, :, :, : self.length]
         return new
+
+
+@dataclass(frozen=True)
+class DraftContextLayer:
+    """One layer of a `DraftContext`."""
+
+    context: DraftContext
+    index: int
+
+    def attend(
+        self, attention: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of a block over the context and itself.
+
+        `queries` [B, heads, n, head_dim], `keys` and `values` [B, kv_heads, n, head_dim] of the block -> [B, n, heads,
+        head_dim]. The context keeps its length.
+        """
+        end = self.context.write(self.index, keys, values)
+        stores = self.context.keys[self.index], self.context.values[self.index]
+        return attention.attend(queries, *(store[:, :, :end] for store in stores))

@@ -11,9 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, eager_attention_forward, rotate_half
 
 from .configuration_dspark import DSparkConfig
-from .context import Context
-
-Rope = tuple[torch.Tensor, torch.Tensor]
+from .context import ContextLayer, Rope
 
 
 def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -55,7 +53,7 @@ class DSparkAttention(nn.Module):
             values = F.rms_norm(values, (self.head_dim,), eps=self.config.rms_norm_eps)
         return apply_rope(self.k_norm(keys), rope).transpose(1, 2), values.transpose(1, 2)
 
-    def forward(self, hidden: torch.Tensor, rope: Rope, context: Context) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rope: Rope, context: ContextLayer) -> torch.Tensor:
         """`hidden` [B, n, H] -> [B, n, H]; the block's own keys and values are only scratch in `context`."""
         queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
         queries = apply_rope(queries, rope).transpose(1, 2)
@@ -98,7 +96,7 @@ class DSparkLayer(nn.Module):
         for name in norms:
             setattr(self, name, Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps))
 
-    def forward(self, hidden: torch.Tensor, rope: Rope, context: Context) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rope: Rope, context: ContextLayer) -> torch.Tensor:
         attended = self.self_attn(self.input_layernorm(hidden), rope, context)
         if not self.sandwich_norms:
             hidden = hidden + attended

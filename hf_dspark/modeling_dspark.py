@@ -8,7 +8,7 @@ need no renaming. The life of a draft within a round: `append_context` stores ke
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -144,8 +144,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         positions = positions.to(self.device)
         hidden = self.hidden_norm(self.fc(features))
         rope = self.rotary_emb(hidden, positions)
-        projected = self._project_context(hidden).chunk(len(self.layers), dim=-1)
-        context.append([layer.self_attn.keys_values(x, rope) for layer, x in zip(self.layers, projected, strict=True)])
+        context.append(self.layers, self._project_context(hidden), rope)
 
     def forward(
         self,
@@ -175,8 +174,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         """The backbone without the head: h_1..h_γ [B, γ, H] after the final norm, in the draft's dtype."""
         hidden = self._embed(block_ids.to(self.device), vocabulary)
         rope = self.rotary_emb(hidden, positions.to(self.device))
-        for layer in self.layers:
-            hidden = layer(hidden, rope, context)
+        for i, layer in enumerate(self.layers):
+            hidden = layer(hidden, rope, context.layer(i))
         return self.norm(hidden[:, -self.config.num_draft_tokens :])
 
     def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
@@ -307,10 +306,11 @@ class Gemma4DSparkModel(DSparkForCausalLM):
     """Name under which DeepSpec publishes Gemma4-style drafts."""
 
 
-def is_plain(linear: nn.Module) -> bool:
+def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether a module is nothing but its weight: no adapter, quantisation, offloading or hook."""
     return (
-        type(linear) is nn.Linear
+        isinstance(linear, nn.Linear)
+        and type(linear) is nn.Linear
         and linear.weight.device.type != "meta"
         and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     )

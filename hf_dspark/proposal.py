@@ -3,18 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 import torch
 
-from . import confidence
+from . import confidence, kernels
 from .context import Context, DraftContext
 from .generation.logits_process import MarkovLogitsProcessor
+from .heads import VanillaMarkovHead
 from .modeling_dspark import BackboneOutput, DSparkForCausalLM, fit_vocabulary
 from .sampling import draw
 from .target import TargetVocabulary
 
 # (ids so far [B, t], logits of the slot [B, V]) -> (processed scores [B, V], chosen ids [B])
 Choose = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (ids so far [B, t], number of the slot) -> (chosen ids [B], anything)
+Step = Callable[[torch.Tensor, int], tuple[torch.Tensor, Any]]
 
 
 @dataclass(frozen=True)
@@ -41,35 +45,24 @@ class DraftBlock:
     scores: torch.Tensor
 
 
-def markov_walk(
-    input_ids: torch.Tensor,
-    base_logits: torch.Tensor,
-    markov: MarkovLogitsProcessor,
-    vocabulary_size: int,
-    choose: Choose,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def markov_walk(input_ids: torch.Tensor, slots: int, step: Step) -> tuple[torch.Tensor, list[Any]]:
     """Choose the drafts of a block from left to right (paper, sequential stage). The only such loop in the package.
 
     Args:
         input_ids: [B, t], the tokens so far; the last one is the anchor.
-        base_logits: [B, γ, V_draft].
-        markov: with the block opened.
-        vocabulary_size: V of the target.
-        choose: picks the token of a slot from its biased logits.
+        slots: γ.
+        step: of one slot.
 
     Returns:
-        tokens [B, γ], logits [B, γ, V] and scores [B, γ, V].
+        tokens [B, γ], and whatever the steps gave beside them.
     """
-    start, slots = input_ids.shape[1], base_logits.shape[1]
+    start = input_ids.shape[1]
     ids = torch.cat((input_ids, input_ids.new_empty(input_ids.shape[0], slots)), dim=1)
-    logits, scores = [], []
+    beside = []
     for k in range(slots):
-        prefix = ids[:, : start + k]
-        slot_logits = fit_vocabulary(markov(prefix, base_logits[:, k]), vocabulary_size)
-        slot_scores, ids[:, start + k] = choose(prefix, slot_logits)
-        logits.append(slot_logits)
-        scores.append(slot_scores)
-    return ids[:, start:], torch.stack(logits, dim=1), torch.stack(scores, dim=1)
+        ids[:, start + k], more = step(ids[:, : start + k], k)
+        beside.append(more)
+    return ids[:, start:], beside
 
 
 class Proposer:
@@ -84,31 +77,73 @@ class Proposer:
         self, context: Context, input_ids: torch.Tensor, position: int | torch.Tensor, choose: Choose
     ) -> DraftBlock:
         """One block after the anchors `input_ids[:, -1]`, which stand at `position` (of all rows, or [B])."""
-        draft, config = self.draft, self.draft.config
+        draft, size = self.draft, self.draft.config.block_size
         input_ids = input_ids.to(draft.device)
-        block_ids = input_ids.new_full((input_ids.shape[0], config.block_size), config.mask_token_id)
-        block_ids[:, 0] = input_ids[:, -1]
         anchors = torch.as_tensor(position, device=draft.device).reshape(-1, 1)
-        positions = anchors + torch.arange(config.block_size, device=draft.device)
-        backbone = draft(block_ids, positions, context, self.vocabulary)
+        backbone = self.backbone(context, input_ids[:, -1], anchors + torch.arange(size, device=draft.device))
+        return self.walk(backbone, input_ids, choose)
+
+    def backbone(self, context: Context, anchors: torch.Tensor, positions: torch.Tensor) -> BackboneOutput:
+        """The parallel stage: blocks `[x_0, MASK, ...]` of `anchors` [B] at `positions` [1 or B, block_size]."""
+        config = self.draft.config
+        block_ids = anchors.new_full((anchors.shape[0], config.block_size), config.mask_token_id)
+        block_ids[:, 0] = anchors
+        return self.draft(block_ids, positions, context, self.vocabulary)
+
+    def walk(self, backbone: BackboneOutput, input_ids: torch.Tensor, choose: Choose) -> DraftBlock:
+        """The sequential stage, with any way to choose a token; `input_ids` [B, t] ends with the anchors."""
         self.markov.begin(backbone.hidden_states)
-        tokens, logits, scores = markov_walk(input_ids, backbone.base_logits, self.markov, self.vocabulary.size, choose)
-        prev = torch.cat((input_ids[:, -1:], tokens[:, :-1]), dim=1)
-        confidence_logits = self._confidence_logits(backbone, prev)
+
+        def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+            logits = fit_vocabulary(self.markov(prefix, backbone.base_logits[:, k]), self.vocabulary.size)
+            scores, token = choose(prefix, logits)
+            return token, (logits, scores)
+
+        tokens, beside = markov_walk(input_ids, self.draft.config.num_draft_tokens, step)
+        logits, scores = (torch.stack(parts, dim=1) for parts in zip(*beside, strict=True))
+        confidence_logits = self.confidence_logits(backbone, input_ids[:, -1], tokens)
         survival = None
         if confidence_logits is not None:
-            c = confidence.conditional(confidence_logits, config.confidence_temperatures)
+            c = confidence.conditional(confidence_logits, self.draft.config.confidence_temperatures)
             survival = confidence.survival(c)
         return DraftBlock(
             tokens, logits, backbone.base_logits, backbone.hidden_states, confidence_logits, survival, scores
         )
 
-    def _confidence_logits(self, backbone: BackboneOutput, prev: torch.Tensor) -> torch.Tensor | None:
-        head = self.draft.confidence_head
+    def kernel_step(self, backbone: BackboneOutput) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+        """The step of a slot as one kernel: (prefix [B, t], k) -> the arg max [B] and the biased logits [B, V].
+
+        Logits are as wide as the smaller of the two vocabularies.
+        """
+        head = self.draft.markov_head
+        base = backbone.base_logits[..., : self.vocabulary.size]
+        rows = torch.arange(base.shape[0], device=base.device)
+        state: torch.Tensor | None = None
+
+        def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal state
+            prev = prefix[:, -1]
+            if head is None:
+                return kernels.markov_step(prev, None, None, base[:, k])
+            w2 = head.markov_w2.weight[: base.shape[-1]]
+            if type(head) is VanillaMarkovHead:
+                return kernels.markov_step(prev, head.markov_w1.weight, w2, base[:, k])
+            prev = prev.clamp(max=head.markov_w1.num_embeddings - 1)
+            vector, state = head.transition(prev, backbone.hidden_states[:, k], state)
+            return kernels.markov_step(rows, vector, w2, base[:, k])
+
+        return step
+
+    def confidence_logits(
+        self, backbone: BackboneOutput, anchors: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """[B, γ] logits of c_k for drafts `tokens` [B, γ] after `anchors` [B], or `None` without confidence head."""
+        head, markov_head = self.draft.confidence_head, self.draft.markov_head
         if head is None:
             return None
-        embedding, markov_head = None, self.draft.markov_head
+        embedding = None
         if head.with_markov and markov_head is not None:
+            prev = torch.cat((anchors[:, None], tokens[:, :-1]), dim=1)
             embedding = markov_head.embed(prev.clamp(max=self.draft.config.vocab_size - 1))
         return head(backbone.hidden_states, embedding)
 

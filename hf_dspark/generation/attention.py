@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -14,6 +15,7 @@ from .ragged_cache import FlatTokens, RaggedCache
 NAME = "dspark_ragged"
 # The decode kernel holds all tokens of a row in one tile; longer stretches are prompts.
 MOST_DECODED = 32
+PART = 1024  # query tokens of a prompt that are scored at once where the scores are materialised
 
 
 def prompt_attention(
@@ -25,38 +27,54 @@ def prompt_attention(
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of whole prompts, row by row: `query` [heads, T, head_dim] -> [T, heads, head_dim]."""
-    outputs, start = [], 0
-    for row, count in enumerate(tokens.counts or []):
-        if not count:
-            continue
-        positions = tokens.positions[start : start + count]
-        end = int(positions[-1]) + 1
-        key, value = keys[row, :, :end], values[row, :, :end]
-        part = query[:, start : start + count]
-        slots = torch.arange(end, device=query.device)
-        seen = slots <= positions[:, None]
-        if window is not None:
-            seen &= slots > positions[:, None] - window
-        causal = end == count and (window is None or window >= end)
-        if softcap is None:
+    """Attention of long stretches, row by row: `query` [heads, T, head_dim] -> [T, heads, head_dim]."""
+    assert tokens.spans is not None
+    outputs, first = [], 0
+    for row, start, count in tokens.spans:
+        end = start + count
+        part, key, value = query[:, first : first + count], keys[row, :, :end], values[row, :, :end]
+        if softcap is None and (window is None or window >= end):
+            # Of the backends that take a causal mask aligned at the end, none expands the KV heads.
+            mask = None if start == 0 else causal_lower_right(count, end)
             output = F.scaled_dot_product_attention(
-                part[None],
-                key[None],
-                value[None],
-                None if causal else seen,
-                is_causal=causal,
-                scale=scale,
-                enable_gqa=True,
+                part[None], key[None], value[None], mask, is_causal=start == 0, scale=scale, enable_gqa=True
             )[0]
         else:
-            groups = query.shape[0] // keys.shape[1]
-            key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-            scores = softcap * torch.tanh(part @ key.transpose(1, 2) * scale / softcap)
-            output = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+            output = _masked_attention(part, key, value, start, scale, window, softcap)
         outputs.append(output.transpose(0, 1))
-        start += count
+        first += count
     return torch.cat(outputs)
+
+
+def _masked_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of the tokens from position `start` on with a window or a soft-cap: [heads, n, head_dim] in and out."""
+    count, end = query.shape[1], keys.shape[1]
+    slots = torch.arange(end, device=query.device)
+    positions = slots[start:, None]
+    seen = slots <= positions
+    if window is not None:
+        seen &= slots > positions - window
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], seen, scale=scale, enable_gqa=True
+        )[0]
+    groups = query.shape[0] // keys.shape[0]
+    output = torch.empty_like(query)
+    for i in range(0, count, PART):  # [heads, n, n] scores of a long prompt would not fit
+        rows = slice(i, i + PART)
+        key, value = (x.repeat_interleave(groups, 0) for x in (keys, values))
+        scores = softcap * torch.tanh(query[:, rows] @ key.transpose(1, 2) * scale / softcap)
+        weights = scores.masked_fill(~seen[rows], float("-inf")).softmax(-1, dtype=torch.float32)
+        output[:, rows] = weights.to(value.dtype) @ value
+    return output
 
 
 def attention_function(
@@ -72,17 +90,19 @@ def attention_function(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query`, `key`, `value` [1, heads, T, head_dim] of the tokens at hand."""
+    if (unknown := kwargs.get("s_aux")) is not None:
+        raise NotImplementedError(f"attention sinks ({type(unknown).__name__} s_aux) are not supported")
     tokens = module.ragged_cache.tokens
     keys, values = module.ragged_store.add(tokens, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if tokens.most > MOST_DECODED:
+    if tokens.spans is not None and tokens.most > MOST_DECODED:
         return prompt_attention(query[0], keys, values, tokens, scale, sliding_window, softcap)[None], None
     output = ragged_attention(
-        query[0].transpose(0, 1).contiguous(),
+        query[0].transpose(0, 1),
         keys,
         values,
         tokens.row_starts,
-        tokens.positions.int(),
+        tokens.limits,
         scale,
         sliding_window,
         softcap,

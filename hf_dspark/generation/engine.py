@@ -1,217 +1,213 @@
-"""The ragged path: rows of a batch in one preallocated cache, each accepting its own number of drafts.
+"""`Engine`: what the ragged path keeps of a pair between calls. Twins, caches, graphs; grown when needed, released."""
 
-All verify tokens of a round lie on one flat axis, so a finished row costs nothing.
-"""
-
-import time
-from typing import Any
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..modeling_dspark import DSparkForCausalLM
-from ..proposal import DraftBlock, Proposer
-from ..sampling import draw
+from ..proposal import Proposer
 from ..target import share_vocabulary
-from .policy import DraftPolicy
+from . import fuse
+from .graphs import Graphs
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
-from .record import CallRecord, Round
-from .stopping import Transcript
-from .twin import Twin
-from .verify import verify
+from .rounds import Rounds
+from .twin import Twin, draft_twin, fingerprint, own_hooks
+
+logger = logging.get_logger(__name__)
+
+MAX_ROWS = 64
+# A cache starts with this many slots a row, and grows by half.
+FIRST_SLOTS = 1024
+PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
 
 
-class RowProcessors(LogitsProcessorList):
-    """The processors of a batch as one of its rows sees them.
+@dataclass(frozen=True)
+class FastPath:
+    """Switches of the ragged path, set as `draft.fast_path`.
 
-    Rows of a batch are at different lengths, and a processor may hold one setting a row. So the row is shown in its
-    place among copies of itself, all of its own length, as plain generate() would show it at that step.
+    Attributes:
+        capture: record rounds in CUDA graphs.
+        compile: compile decoder layers and draft layers with torch.compile.
+        fuse_projections: compute query, key and value (and gate and up) projections of the target as one product. Their
+            weights become views of one matrix; values and state dict stay as they are, `release` undoes it.
     """
 
-    def __init__(self, processors: LogitsProcessorList, row: int, num_rows: int):
-        super().__init__(processors)
-        self.row, self.num_rows = row, num_rows
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        ids, copies = input_ids.expand(self.num_rows, -1), scores.repeat(self.num_rows, 1)
-        return super().__call__(ids, copies, **kwargs)[self.row : self.row + 1]
+    capture: bool = True
+    compile: bool = True
+    fuse_projections: bool = True
 
 
-class Row:
-    """One row of the batch: its text, and how many of its tokens are in the caches."""
+class Engines:
+    """The engines of one draft, by target. Copies of the draft start without any."""
 
-    def __init__(self, index: int, transcript: Transcript, processors: LogitsProcessorList):
-        self.index = index
-        self.transcript = transcript
-        self.processors = processors
-        self.length = 0
+    _all: "weakref.WeakSet[Engines]" = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.of_target: dict[int, Engine] = {}
+        self.lock = threading.Lock()
+        Engines._all.add(self)
+
+    def __deepcopy__(self, memo: dict) -> "Engines":
+        return Engines()
+
+    def __reduce__(self) -> tuple:
+        return Engines, ()
+
+    def get(self, target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
+        """The engine of the pair; a new one when the modules of either have been exchanged."""
+        options = getattr(draft, "fast_path", None) or FastPath()
+        with self.lock:
+            engine = self.of_target.get(id(target))
+            if engine is None or not engine.fits(target, draft, options):
+                if engine is not None:
+                    engine.close()
+                engine = Engine(target, draft, options)
+                self.of_target[id(target)] = engine
+                weakref.finalize(target, self.of_target.pop, id(target), None)
+            return engine
+
+    def release(self, target: PreTrainedModel | None) -> None:
+        with self.lock:
+            keys = list(self.of_target) if target is None else [id(target)] * (id(target) in self.of_target)
+            for key in keys:
+                self.of_target.pop(key).close()
+
+
+def engine_of(target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
+    """The engine of a pair, kept at the draft and gone with it or with the target."""
+    if "_engines" not in vars(draft):
+        draft._engines = Engines()
+    return draft._engines.get(target, draft)
+
+
+def release(target: PreTrainedModel | None = None) -> None:
+    """Free the caches and graphs of the fast path: of one target's pairs, or of all. The next call builds them anew."""
+    for engines in list(Engines._all):
+        engines.release(target)
+
+
+class Engine:
+    """Caches, twins and rounds of a pair. One call at a time holds `lock`.
+
+    Attributes:
+        uncaptured: why rounds are not recorded, or "".
+    """
+
+    def __init__(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath):
+        self.lock = threading.RLock()
+        self._options = options
+        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        self._cache = RaggedCache(num_layers, 1, 16)
+        self.twin = Twin(target, self._cache, draft.config.target_layer_ids)
+        twin = draft_twin(draft)
+        self._context = RaggedContext(twin.config, 1, 16, draft.device, draft.dtype)
+        self._fused = fuse.Fused(self.twin.model, twin) if options.fuse_projections else None
+        self._fingerprint = fingerprint(target), fingerprint(draft)
+        self.proposer = Proposer(twin, share_vocabulary(twin.config, self.twin.model))
+        self._compiled = fuse.Compiled(self.twin, twin) if options.compile else None
+        self._rounds: dict[int, Rounds] = {}
+        self._graphs = Graphs(self._idle, self._recording)
+        self.uncaptured = self._why_uncaptured(target, draft)
+
+    def fits(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath) -> bool:
+        return options == self._options and self._fingerprint == (fingerprint(target), fingerprint(draft))
+
+    def _why_uncaptured(self, target: PreTrainedModel, draft: DSparkForCausalLM) -> str:
+        if draft.device.type != "cuda":
+            return f"no CUDA graphs on {draft.device.type}"
+        if not self._options.capture:
+            return "draft.fast_path switches capturing off"
+        if any(True for model in (target, draft) for module in model.modules() for _ in own_hooks(module)):
+            return "forward hooks would not run inside a CUDA graph"
+        return ""
 
     @property
-    def anchor(self) -> torch.Tensor:
-        return self.transcript.ids[0, -1]
+    def num_bytes(self) -> int:
+        """Memory of the caches."""
+        tensors = [*self._cache.tensors, *self._context.tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def close(self) -> None:
+        """Give everything back; the target's weights are its own again."""
+        with self.lock:
+            self._graphs.clear()
+            self._rounds.clear()
+            if self._fused is not None:
+                self._fused.undo()
+
+    def rounds(self, num_rows: int) -> Rounds:
+        """State for `num_rows` rows, a power of two."""
+        if num_rows not in self._rounds:
+            with torch.inference_mode(False):
+                self._rounds[num_rows] = Rounds(self.twin, self.proposer, self._context, num_rows)
+        return self._rounds[num_rows]
+
+    def reserve(self, num_rows: int, slots: int) -> None:
+        """Room for `slots` tokens in each of `num_rows` rows; larger caches mean new graphs."""
+        cache = self._cache
+        if num_rows <= cache.num_rows and slots <= cache.capacity:
+            return
+        capacity = cache.capacity
+        if slots > capacity:
+            capacity = max(slots, FIRST_SLOTS, capacity + capacity // 2)
+            capacity = -(-capacity // 64) * 64
+        rows = max(num_rows, cache.num_rows)
+        self._graphs.clear()
+        for store in (cache, self._context):
+            store.grow(rows, capacity)
+
+    @contextmanager
+    def _idle(self) -> Iterator[None]:
+        with self._active.idle():
+            yield
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        if self._compiled is None:
+            yield
+            return
+        with self._compiled.on([*self._cache.tensors, *self._context.tensors]):
+            yield
+
+    def prefill(self, prompts: list[torch.Tensor], num_rows: int, chunk: int | None = None) -> torch.Tensor:
+        """Fill the caches with `prompts` (ids of each row) and return the logits behind each, [rows, V]."""
+        logits = []
+        for spans in pack([len(prompt) for prompt in prompts], chunk or PREFILL_TOKENS):
+            ids = torch.cat([prompts[row][start : start + count] for row, start, count in spans])
+            tokens = FlatTokens.of(spans, num_rows, ids.device)
+            ends = torch.tensor([count for _, _, count in spans]).cumsum(0) - 1
+            last = [start + count == len(prompts[row]) for row, start, count in spans]
+            keep = ends[torch.tensor(last)].to(ids.device)
+            row_logits, features = self.twin.forward(ids, tokens, keep)
+            logits.append(row_logits[-len(keep) :] if len(keep) else row_logits[:0])
+            self._context.committed = tokens
+            self.proposer.draft.append_context(self._context, features, tokens.positions[None])
+        return torch.cat(logits)
+
+    def graphs(self, rounds: Rounds) -> Graphs:
+        """Where the steps of `rounds` are recorded, or just run."""
+        self._active = rounds
+        self._graphs.enabled = not self.uncaptured
+        return self._graphs
 
 
-class RaggedLoop:
-    """State of one generate() call on the ragged path."""
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: DSparkForCausalLM,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        record: CallRecord,
-    ):
-        self.draft = draft
-        self.config = generation_config
-        self.record = record
-        self.policy = DraftPolicy(draft, generation_config, logits_processor)
-        keeps = {
-            "keep_scores": bool(generation_config.return_dict_in_generate and generation_config.output_scores),
-            "keep_logits": bool(generation_config.return_dict_in_generate and generation_config.output_logits),
-        }
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        self.prompts = [ids[mask.bool()] for ids, mask in zip(input_ids, real, strict=True)]
-        self.rows = [
-            Row(
-                i,
-                Transcript(input_ids[i : i + 1], stopping_criteria, None, **keeps),
-                RowProcessors(logits_processor, i, input_ids.shape[0]),
-            )
-            for i in range(input_ids.shape[0])
-        ]
-        capacity = max(len(p) for p in self.prompts) + generation_config.max_length - input_ids.shape[1]
-        capacity += draft.config.block_size
-        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
-        self.cache = RaggedCache(num_layers, len(self.rows), capacity)
-        self.context = RaggedContext(draft.config, len(self.rows), capacity, draft.device, draft.dtype)
-        self.twin = Twin(target, self.cache, draft.config.target_layer_ids)
-        self.proposer = Proposer(draft, share_vocabulary(draft.config, target))
-
-    def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """Generate; sequences are padded on the right as plain generate() pads them."""
-        self._prefill()
-        while active := [row for row in self.rows if not row.transcript.stopped]:
-            self._round(active)
-        ids = [row.transcript.ids[0] for row in self.rows]
-        pad = self.config._pad_token_tensor
-        padding = 0 if pad is None else int(pad)
-        sequences = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=padding)
-        if not self.config.return_dict_in_generate:
-            return sequences
-        only = self.rows[0].transcript
-        return GenerateDecoderOnlyOutput(sequences=sequences, scores=only.scores, logits=only.logits)
-
-    @torch.no_grad()
-    def _prefill(self) -> None:
-        lengths = [len(prompt) for prompt in self.prompts]
-        tokens = FlatTokens.of([0] * len(lengths), lengths, self.prompts[0].device)
-        ends = torch.tensor(lengths, device=tokens.rows.device).cumsum(0) - 1
-        logits, features = self._forward(torch.cat(self.prompts), tokens, keep=ends)
-        self._observe(features, tokens)
-        for row, length, row_logits in zip(self.rows, lengths, logits, strict=True):
-            row.length = length
-            scores = row.processors(row.transcript.ids, row_logits[None].clone())
-            token = draw(scores, do_sample=bool(self.config.do_sample)).tolist()
-            row.transcript.commit(token, scores, row_logits[None])
-            self.record.add_tokens(1)
-
-    def _forward(
-        self, ids: torch.Tensor, tokens: FlatTokens, keep: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Target forward of flat `ids` [T]: float32 logits (of the tokens in `keep`, or all) and features [1, T, ·]."""
-        logits, features = self.twin.forward(ids, tokens, keep)
-        return logits.to(dtype=torch.float32, device=ids.device), features
-
-    def _observe(self, features: torch.Tensor, tokens: FlatTokens) -> None:
-        self.context.committed = tokens
-        self.draft.append_context(self.context, features, tokens.positions[None])
-
-    @torch.no_grad()
-    def _round(self, active: list[Row]) -> None:
-        started = time.perf_counter()
-        block = self._propose(active)
-        c = self.policy.conditional(block.confidence_logits)
-        verified = []
-        for i, row in enumerate(active):
-            room = row.transcript.room
-            verified.append(self.policy.verified(None if c is None else c[i], None if room is None else room - 1))
-        drafts = block.tokens.to(active[0].anchor.device)
-        ids = [
-            torch.cat((row.anchor[None], drafts[i, :count]))
-            for i, (row, count) in enumerate(zip(active, verified, strict=True))
-        ]
-        counts = [count + 1 for count in verified]
-        tokens = self._flat(active, counts)
-        logits, features = self._forward(torch.cat(ids), tokens)
-
-        committed, kept = [], []
-        for i, (row, count, row_logits) in enumerate(zip(active, verified, logits.split(counts), strict=True)):
-            q = self.policy.distribution(block.scores[i, :count].to(drafts.device), drafts[i, :count])
-            committed.append(verify(row.transcript, drafts[i, :count], q, row_logits, row.processors))
-            start = sum(counts[:i])
-            kept.append(torch.arange(start, start + committed[-1][0], device=drafts.device))
-        keep = torch.cat(kept)
-        committed_tokens = self._flat(active, [count for count, _ in committed])
-        self._observe(features[:, keep.to(features.device)], committed_tokens)
-        milliseconds = 1000 * (time.perf_counter() - started)
-        for i, row in enumerate(active):
-            self._finish(row, i, block, c, verified[i], *committed[i], milliseconds)
-
-    def _propose(self, active: list[Row]) -> DraftBlock:
-        self.context.blocks = self._flat(active, [self.draft.config.block_size] * len(active))
-        anchors = torch.stack([row.anchor for row in active])[:, None]
-        positions = torch.tensor([row.length for row in active], device=self.draft.device)
-
-        def choose(prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            if not self.policy.processors:
-                return self.policy.choose(prefix, logits)
-            parts = []
-            for i, row in enumerate(active):
-                ids = torch.cat((row.transcript.ids, prefix[i : i + 1, 1:].to(row.transcript.ids.device)), dim=1)
-                processors = RowProcessors(self.policy.processors, row.index, len(self.rows))
-                parts.append(self.policy.choose(ids, logits[i : i + 1], processors))
-            return torch.cat([scores for scores, _ in parts]), torch.cat([token for _, token in parts])
-
-        return self.proposer.propose(self.context, anchors, positions, choose)
-
-    def _flat(self, active: list[Row], counts: list[int]) -> FlatTokens:
-        """The next `counts[i]` tokens of each active row on one axis."""
-        of_row = {row.index: count for row, count in zip(active, counts, strict=True)}
-        starts = [row.length for row in self.rows]
-        return FlatTokens.of(starts, [of_row.get(row.index, 0) for row in self.rows], self.prompts[0].device)
-
-    def _finish(
-        self,
-        row: Row,
-        i: int,
-        block: DraftBlock,
-        c: torch.Tensor | None,
-        verified: int,
-        committed: int,
-        accepted: int,
-        milliseconds: float,
-    ) -> None:
-        ids = row.transcript.ids
-        self.record.add_tokens(committed)
-        self.record.add_round(
-            Round(
-                call=0,
-                row=row.index,
-                position=row.length,
-                anchor=int(ids[0, -committed - 1]),
-                draft_tokens=block.tokens[i].tolist(),
-                confidence=None if c is None else c[i].tolist(),
-                survival=None if block.survival is None else block.survival[i].tolist(),
-                verified=verified,
-                accepted=accepted,
-                next_token=int(ids[0, -1]) if committed > accepted else None,
-                milliseconds=milliseconds,
-            )
-        )
-        row.length += committed
+def pack(lengths: list[int], chunk: int) -> list[list[tuple[int, int, int]]]:
+    """Spans (row, start, count) of rows of these lengths in groups of at most `chunk` tokens, rows in order."""
+    groups: list[list[tuple[int, int, int]]] = [[]]
+    free = chunk
+    for row, length in enumerate(lengths):
+        start = 0
+        while start < length:
+            if not free:
+                groups.append([])
+                free = chunk
+            count = min(length - start, free)
+            groups[-1].append((row, start, count))
+            start, free = start + count, free - count
+    return groups

@@ -1,12 +1,17 @@
-"""Memory-bound savings on the twin of a target: fused projections and compiled layers. The target's values stay."""
+"""Memory-bound savings on the twins of a pair: fused projections and compiled layers. Values stay as they are."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from ..modeling_dspark import DSparkForCausalLM, is_plain
+from .twin import Twin
+
+QUERY_KEY_VALUE, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+RECOMPILE_LIMIT = 64  # of one layer's code, over all models of a process
 
 
 class _Outputs:
@@ -39,42 +44,73 @@ class FusedNext(nn.Module):
         return self.outputs.parts[self.index]
 
 
-def fuse_projections(twin: nn.Module) -> None:
-    """Compute query, key and value (and gate and up) projections as one product each.
+class Fused:
+    """Query, key and value (and gate and up) projections of the twins, each group as one product.
 
-    The weights become views of the fused matrix, here and in the target that shares them, so memory and values stay as
-    they are.
+    The weights become views of the fused matrix, in the twin and in the model that shares them: memory and values stay
+    as they are. Of the draft only gate and up: its keys and values are fused already, over all layers.
     """
-    for module in list(twin.modules()):
-        for names in GROUPS:
-            linears = [getattr(module, name, None) for name in names]
-            if all(type(linear) is nn.Linear for linear in linears):
-                _fuse(module, names, linears)
+
+    def __init__(self, target: nn.Module, draft: nn.Module):
+        self._weights: list[nn.Parameter] = []
+        for model, groups in ((target, (QUERY_KEY_VALUE, GATE_UP)), (draft, (GATE_UP,))):
+            for module in list(model.modules()):
+                for names in groups:
+                    self._fuse(module, names)
+
+    def _fuse(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        linears = [linear for name in names if is_plain(linear := getattr(module, name, None))]
+        if len(linears) < len(names):
+            return
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        if len(biases) not in (0, len(linears)) or any(type(weight) is not nn.Parameter for weight in weights):
+            return
+        sizes = [linear.out_features for linear in linears]
+        # Parameters that were made views in inference mode could never be trained again.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = torch.cat([weight.detach() for weight in weights])
+            for parameter, view in zip(weights, weight.split(sizes), strict=True):
+                parameter.data = view
+            bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        self._weights += weights
+        outputs = _Outputs()
+        setattr(module, names[0], FusedFirst(weight, bias, sizes, outputs))
+        for i, name in enumerate(names[1:], start=1):
+            setattr(module, name, FusedNext(i, outputs))
+
+    def undo(self) -> None:
+        """Give every weight memory of its own again."""
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter in self._weights:
+                parameter.data = parameter.data.clone()
+        self._weights.clear()
 
 
-def _fuse(module: nn.Module, names: tuple[str, ...], linears: list[nn.Linear]) -> None:
-    biases = [linear.bias for linear in linears]
-    if len({bias is None for bias in biases}) > 1:
-        return
-    sizes = [linear.out_features for linear in linears]
-    with torch.no_grad():
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        for linear, view in zip(linears, weight.split(sizes), strict=True):
-            linear.weight.data = view
-    bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-    outputs = _Outputs()
-    setattr(module, names[0], FusedFirst(weight, bias, sizes, outputs))
-    for i, name in enumerate(names[1:], start=1):
-        setattr(module, name, FusedNext(i, outputs))
+class Compiled:
+    """Decoder layers, norms and rotary tables of the twins, compiled one by one: equal layers share one compilation."""
 
+    def __init__(self, target: Twin, draft: DSparkForCausalLM):
+        base = getattr(target.model, target.model.base_model_prefix, target.model)
+        parts = [
+            child for child in base.children() if "Norm" in type(child).__name__ or "Rotary" in type(child).__name__
+        ]
+        self._modules = [*target.layers, *parts, *draft.layers, draft.norm, draft.hidden_norm, draft.rotary_emb]
+        self._compiled = [torch.compile(module.forward, fullgraph=True) for module in self._modules]
 
-def compile_layers(layers: list[nn.Module]) -> Callable[[bool], None]:
-    """Compile decoder layers, one compilation for all; returns a switch, compiled (True) or eager."""
-    eager = [layer.forward for layer in layers]
-    compiled = [torch.compile(forward, fullgraph=True, dynamic=False) for forward in eager]
+    @contextmanager
+    def on(self, stores: list[torch.Tensor]) -> Iterator[None]:
+        """Run the compiled forms inside; rows and slots of `stores` may change without a new compilation."""
+        from torch import _dynamo as dynamo
 
-    def switch(on: bool) -> None:
-        for layer, forward in zip(layers, compiled if on else eager, strict=True):
-            layer.forward = forward
-
-    return switch
+        for store in stores:
+            dynamo.mark_dynamic(store, (0, 2))
+        plain = [module.forward for module in self._modules]
+        for module, forward in zip(self._modules, self._compiled, strict=True):
+            module.forward = forward
+        try:
+            with dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=4096):
+                yield
+        finally:
+            for module, forward in zip(self._modules, plain, strict=True):
+                module.forward = forward

@@ -11,20 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import StaticCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .._compat import CACHE_KEY
+from .engine import Engine, engine_of
 from .loop import PlainLoop
-from .options import GIVEN_BY_CALLER, given_as_filled, refuse, static_cache_error
+from .options import GIVEN_BY_CALLER, given_as_filled, refuse
+from .path import (
+    CACHE_GIVEN,
+    STATIC_ASKED,
+    check_static_cache,
+    wants_ragged,
+    why_not_ragged,
+    why_target_only,
+)
+from .ragged_loop import RaggedLoop
 from .record import CallRecord
 
 logger = logging.get_logger(__name__)
 
-# These keep state about the text beside the ids, or run the target themselves.
-STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 PLAIN_REASON = "one sequence over transformers' own cache"
+RAGGED_REASON = "a batch or a static cache"
 
 
 def is_dspark(draft: Any) -> bool:
@@ -52,6 +59,8 @@ def _remember_options(original: Callable) -> Callable:
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
         if given := given_as_filled(generation_config, kwargs):
             setattr(prepared, GIVEN_BY_CALLER, given)
+        if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
+            setattr(prepared, CACHE_GIVEN, True)
         return prepared, model_kwargs
 
     return _prepare_generation_config
@@ -63,6 +72,10 @@ def _validate(original: Callable) -> Callable:
         if not is_dspark(generation_mode_kwargs.get("assistant_model")):
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         refuse(self, generation_mode, generation_config, generation_mode_kwargs)
+        if generation_config.cache_implementation == "static":
+            # The engine has a cache of its own; transformers' would only take memory and stay at the target.
+            setattr(generation_config, STATIC_ASKED, True)
+            generation_config.cache_implementation = None
         # The text is that of the plain mode, so the plain mode is what the target has to support.
         plain = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
         return original(self, plain, generation_config, {**generation_mode_kwargs, "assistant_model": None})
@@ -95,25 +108,61 @@ def decode(
     **model_kwargs,
 ):
     """One generate() call with a DSpark draft; arguments are those of `GenerationMixin._assisted_decoding`."""
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"A batch of {input_ids.shape[0]} is not supported with a DSpark draft yet. Call generate() for each row."
-        )
-    if isinstance(model_kwargs.get(CACHE_KEY), StaticCache):
-        raise static_cache_error(f"{CACHE_KEY}=StaticCache(...)")
-    assistant_model.attach_target(target)
+    draft = assistant_model
+    check_static_cache(model_kwargs)
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"`streamer` shows one text, but this batch has {input_ids.shape[0]} rows. Drop one of them.")
+    draft.attach_target(target)
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
-    gamma = assistant_model.config.num_draft_tokens
-    reason = _target_only_reason(target, logits_processor, synced_gpus, model_kwargs)
-    if reason is None:
-        record = CallRecord("plain", PLAIN_REASON, gamma)
-        output = PlainLoop(target, assistant_model, *arguments, record).run()
-    else:
+    gamma = draft.config.num_draft_tokens
+    reason = why_target_only(target, logits_processor, synced_gpus, model_kwargs)
+    engine, why_not = None, None
+    if reason is None and wants_ragged(input_ids, generation_config):
+        engine, why_not = _engine(target, draft, input_ids, generation_config, model_kwargs)
+        if why_not is not None and input_ids.shape[0] > 1:
+            reason = why_not
+    if reason is not None:
         record = CallRecord("target_only", reason, gamma)
         output = _without_drafts(target, *arguments, synced_gpus, record)
+    elif engine is not None:
+        record = CallRecord("ragged", RAGGED_REASON, gamma)
+        output = _ragged(engine, draft, *arguments, record)
+    else:
+        record = CallRecord("plain", why_not or PLAIN_REASON, gamma)
+        output = PlainLoop(target, draft, *arguments, record).run()
     if generation_config.return_dict_in_generate:
         output.speculation = record.stats
     return output
+
+
+def _engine(target, draft, *call) -> tuple[Engine | None, str | None]:
+    """The engine of the pair, or why it cannot serve this call."""
+    why_not = why_not_ragged(target, draft, *call)
+    if why_not is None:
+        try:
+            return engine_of(target, draft), None
+        except NotImplementedError as error:
+            why_not = str(error)
+    logger.warning_once(f"hf_dspark: not the ragged path: {why_not}.")
+    return None, why_not
+
+
+def _ragged(
+    engine,
+    draft,
+    input_ids,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    streamer,
+    model_kwargs,
+    record,
+):
+    with engine.lock:
+        record.note(engine.uncaptured, log=draft.device.type == "cuda")
+        mask = model_kwargs.get("attention_mask")
+        call = input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer
+        return RaggedLoop(engine, draft, *call, record).run()
 
 
 def _without_drafts(
@@ -141,18 +190,3 @@ def _without_drafts(
     sequences = output.sequences if generation_config.return_dict_in_generate else output
     record.add_tokens(sequences.shape[1] - input_ids.shape[1])
     return output
-
-
-def _target_only_reason(target, logits_processor, synced_gpus: bool, model_kwargs: dict[str, Any]) -> str | None:
-    """Why drafts cannot be used in this call without changing its text; `None` when they can."""
-    stateful = [type(p).__name__ for p in logits_processor if type(p).__name__ in STATEFUL_PROCESSORS]
-    if stateful:
-        return f"{', '.join(stateful)} keeps state of its own and cannot be applied to drafts"
-    if synced_gpus:
-        return "synced_gpus needs the same number of target forwards on every rank"
-    cache = model_kwargs.get(CACHE_KEY)
-    if cache is None:
-        return "rounds need a cache (use_cache=False, or the target makes its own kind)"
-    if not hasattr(cache, "is_croppable") or (cache.layers and all(cache.is_linear)):
-        return f"{type(cache).__name__} of {type(target).__name__} cannot be rolled back"
-    return None

@@ -11,19 +11,17 @@ import torch.nn.functional as F
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 
 from .._compat import CACHE_KEY
 from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import draw
 from ..target import context_features
 from .candidate_generator import DSparkCandidateGenerator, Proposal
-from .record import CallRecord, Round
+from .record import CallRecord
 from .stopping import Transcript
 from .target_cache import TargetCache
 from .verify import verify
-
-logger = logging.get_logger(__name__)
 
 
 class PrefillRecorder:
@@ -74,7 +72,7 @@ class PlainLoop:
         self.kwargs = model_kwargs
         self.record = record
         self.generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
-        self._note(self.generator.policy.options.note)
+        self.record.note(self.generator.policy.options.note)
         keeps = bool(generation_config.return_dict_in_generate)
         self.transcript = Transcript(
             input_ids,
@@ -153,13 +151,7 @@ class PlainLoop:
             self.generator.context = context
         unseen = past - self.generator.context.length
         if unseen:
-            self._note(f"the cache holds {unseen} tokens that the draft has not seen")
-
-    def _note(self, note: str) -> None:
-        """Say once what could not be used, in the log and in the statistics."""
-        if note:
-            logger.warning_once(f"hf_dspark: {note}.")
-            self.record.explain(self.record.stats.path, f"{self.record.stats.reason}; {note}")
+            self.record.note(f"the cache holds {unseen} tokens that the draft has not seen")
 
     def _round(self) -> None:
         started = time.perf_counter()
@@ -180,12 +172,23 @@ class PlainLoop:
 
         self.cache.forget(len(drafts) + 1 - committed)
         self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
-        self.record.add_tokens(committed)
         self._keep_outputs(outputs, committed, len(drafts))
-        if proposal is not None:
+        if proposal is None:
+            self.record.add_tokens(committed)
+        else:
             features = context_features(outputs, self.draft.config.target_layer_ids)[:, -len(drafts) - 1 :]
             self.generator.observe(features[:, :committed], self.position)
-            self._record_round(proposal, committed, accepted, started)
+            self.record.add_round(
+                self.transcript,
+                row=0,
+                position=self.position,
+                draft_tokens=proposal.block.tokens[0].tolist(),
+                c=None if proposal.confidence is None else proposal.confidence.tolist(),
+                verified=len(drafts),
+                committed=committed,
+                accepted=accepted,
+                milliseconds=1000 * (time.perf_counter() - started),
+            )
         self.position += committed
 
     def _propose(self, ids: torch.Tensor, limit: int | None) -> Proposal | None:
@@ -220,21 +223,3 @@ class PlainLoop:
                 self.hidden_states += (tuple(s if s is None else s[:, i : i + 1] for s in states),)
             if self.attentions is not None:
                 self.attentions += (self.cache.attention_step(outputs.attentions, i, drafts),)
-
-    def _record_round(self, proposal: Proposal, committed: int, accepted: int, started: float) -> None:
-        block, ids = proposal.block, self.transcript.ids
-        self.record.add_round(
-            Round(
-                call=0,
-                row=0,
-                position=self.position,
-                anchor=int(ids[0, -committed - 1]),
-                draft_tokens=block.tokens[0].tolist(),
-                confidence=None if proposal.confidence is None else proposal.confidence.tolist(),
-                survival=None if block.survival is None else block.survival[0].tolist(),
-                verified=len(proposal.tokens),
-                accepted=accepted,
-                next_token=int(ids[0, -1]) if committed > accepted else None,
-                milliseconds=1000 * (time.perf_counter() - started),
-            )
-        )

@@ -4,7 +4,8 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.configuration_utils import STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
+from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS as ALL_STATIC
+from transformers.generation.configuration_utils import GenerationMode
 
 from ..modeling_dspark import DSparkForCausalLM
 
@@ -97,9 +98,8 @@ def refuse(target: PreTrainedModel, mode: GenerationMode, config: GenerationConf
             f"`num_assistant_tokens_schedule={config.num_assistant_tokens_schedule!r}` is not supported with a DSpark "
             "draft. Use `assistant_confidence_threshold` to adapt the verified length."
         )
-    if config.cache_implementation in STATIC_CACHE_IMPLEMENTATIONS:
-        raise static_cache_error(f"cache_implementation={config.cache_implementation!r}")
-
-
-def static_cache_error(given: str) -> ValueError:
-    return ValueError(f"`{given}` is not supported with a DSpark draft yet. Drop it to use a dynamic cache.")
+    if config.cache_implementation in ALL_STATIC and config.cache_implementation != "static":
+        raise ValueError(
+            f"`cache_implementation={config.cache_implementation!r}` is not supported with a DSpark draft. Use "
+            '"static" for the fast path, or drop it for a dynamic cache.'
+        )

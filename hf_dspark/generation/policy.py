@@ -73,5 +73,5 @@ class DraftPolicy:
         """ℓ of one row: `c` [γ] or `None`, `limit` the drafts that the length limit leaves room for."""
         count = self.options.num_assistant_tokens
         if c is not None and self.options.threshold > 0:
-            count = min(count, confidence.truncate(c, self.options.threshold))
+            count = min(count, int(confidence.truncate(c, self.options.threshold)))
         return count if limit is None else min(count, limit)

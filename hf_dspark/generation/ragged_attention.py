@@ -20,11 +20,13 @@ def ragged_attention(
     """See `kernels.ragged_attention`; `most` tokens a row at most."""
     rows = row_starts.shape[0] - 1  # without the spare row of the stores
     keys, values = keys[:rows], values[:rows]
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return kernels.ragged_attention(
-        query, keys, values, row_starts, limits, scale=scale, window=window, softcap=softcap, max_tokens_per_row=most
-    )
+        query, keys, values, row_starts, limits,
+        scale=scale, window=window, softcap=softcap, max_tokens_per_row=most, out=out,
+    )  # fmt: skip
 
 
 @ragged_attention.register_fake
 def _(query, keys, values, row_starts, limits, scale, window, softcap, most):
-    return torch.empty_like(query)
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -1,49 +1,69 @@
 """`RaggedCache` and `RaggedContext`: preallocated keys and values in which every row has a length of its own.
 
 Tokens of all rows lie on one flat axis. Rolling back is only a smaller length: attention never looks past a token's own
-position, and what lies behind is overwritten. One row more than the batch has takes what padding tokens write.
+limit, and what lies behind is overwritten. The last row of every store is a spare one that takes what padding writes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache
 
+from .. import kernels
 from ..configuration_dspark import DSparkConfig
-from ..layers import DSparkAttention
+from ..context import Rope
 from .ragged_attention import ragged_attention
+
+SPARE = -1
 
 
 @dataclass(frozen=True)
 class FlatTokens:
-    """Which row and position each token of the flat axis has; tokens of a row are neighbours, in order.
+    """Which row and position each token of the flat axis has; tokens of a row are neighbours, rows in order.
 
     Attributes:
-        rows, positions: [T] int64; keys and values of token t go to slot `positions[t]` of row `rows[t]`.
+        rows, positions: [T] int64; keys and values of token t go to slot `positions[t]` of row `rows[t]`. Padding comes
+            last and belongs to row `SPARE`.
+        limits: [T] int32; token t sees the slots up to `limits[t]` of its row.
         row_starts: [R+1] int32; the tokens of row r are `row_starts[r]..row_starts[r+1]-1`, what follows is padding.
         most: no row has more tokens than this.
-        counts: tokens of each row on the host, where it is known.
+        spans: (row, first position, count) of each row with tokens, on the host, where it is known.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
+    limits: torch.Tensor
     row_starts: torch.Tensor
     most: int
-    counts: list[int] | None = None
+    spans: list[tuple[int, int, int]] | None = None
 
     @classmethod
-    def of(cls, starts: list[int], counts: list[int], device: torch.device) -> "FlatTokens":
-        """`counts[r]` tokens of each row r (0 is fine), from position `starts[r]` on."""
-        rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        positions = [start + i for start, count in zip(starts, counts, strict=True) for i in range(count)]
+    def of(cls, spans: list[tuple[int, int, int]], num_rows: int, device: torch.device) -> "FlatTokens":
+        """The tokens of `spans`, rows in ascending order; each token sees what comes before it."""
+        rows = [row for row, _, count in spans for _ in range(count)]
+        positions = [start + i for _, start, count in spans for i in range(count)]
+        counts = torch.zeros(num_rows + 1, dtype=torch.int32)
+        for row, _, count in spans:
+            counts[row + 1] += count
         index = torch.tensor([rows, positions], device=device)
-        ends = torch.tensor([0, *counts]).cumsum(0).to(device=device, dtype=torch.int32)
-        return cls(index[0], index[1], ends, max(counts), counts)
+        most = max(count for _, _, count in spans)
+        starts = counts.cumsum(0, dtype=torch.int32).to(device)
+        return cls(index[0], index[1], index[1].int(), starts, most, spans)
 
 
 def write(store: torch.Tensor, tokens: FlatTokens, states: torch.Tensor) -> None:
     """Put states [1, kv_heads, T, head_dim] into the slots of their tokens in [rows, kv_heads, capacity, head_dim]."""
     store[tokens.rows, :, tokens.positions] = states[0].transpose(0, 1)
+
+
+def grown(old: torch.Tensor, num_rows: int, capacity: int) -> torch.Tensor:
+    """A larger store [..., rows + 1, kv_heads, capacity, head_dim] that starts with what `old` holds."""
+    shape = (*old.shape[:-4], num_rows + 1, old.shape[-3], capacity, old.shape[-1])
+    new = old.new_zeros(shape)
+    new[..., : old.shape[-4] - 1, :, : old.shape[-2], :] = old[..., :-1, :, :, :]
+    return new
 
 
 class RaggedStore:
@@ -58,11 +78,19 @@ class RaggedStore:
         """Write [1, kv_heads, T, head_dim] to the slots of `tokens`; returns the whole store."""
         if self.keys is None or self.values is None:
             shape = (self.num_rows + 1, keys.shape[1], self.capacity)
-            self.keys = keys.new_zeros(*shape, keys.shape[3])
-            self.values = values.new_zeros(*shape, values.shape[3])
+            # The store outlives the call, and inference tensors could not be written after that.
+            with torch.inference_mode(False):
+                self.keys = torch.zeros(*shape, keys.shape[3], dtype=keys.dtype, device=keys.device)
+                self.values = torch.zeros(*shape, values.shape[3], dtype=values.dtype, device=values.device)
         write(self.keys, tokens, keys)
         write(self.values, tokens, values)
         return self.keys, self.values
+
+    def grow(self, num_rows: int, capacity: int) -> None:
+        self.num_rows, self.capacity = num_rows, capacity
+        if self.keys is not None and self.values is not None:
+            self.keys = grown(self.keys, num_rows, capacity)
+            self.values = grown(self.values, num_rows, capacity)
 
 
 class RaggedCache(Cache):
@@ -85,41 +113,70 @@ class RaggedCache(Cache):
         # Positions are always given; no mask is built from the cache.
         return 0
 
+    @torch.inference_mode(False)
+    def grow(self, num_rows: int, capacity: int) -> None:
+        self.num_rows, self.capacity = num_rows, capacity
+        for store in self.stores:
+            store.grow(num_rows, capacity)
+
     @property
-    def num_bytes(self) -> int:
-        tensors = [tensor for store in self.stores for tensor in (store.keys, store.values) if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for store in self.stores for tensor in (store.keys, store.values) if tensor is not None]
+
+
+class RaggedContextLayer:
+    """One draft layer's part of a `RaggedContext`: the slots of `tokens` are written and read."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, tokens: FlatTokens):
+        self.keys, self.values, self.tokens = keys, values, tokens
+
+    def attend(self, attention: nn.Module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
+        """Attention of blocks [B, heads, n, head_dim] over context and themselves; returns [B, n, heads, head_dim]."""
+        write(self.keys, self.tokens, keys.transpose(0, 1).flatten(1, 2)[None])
+        write(self.values, self.tokens, values.transpose(0, 1).flatten(1, 2)[None])
+        flat = queries.transpose(1, 2).flatten(0, 1)
+        starts, limits = self.tokens.row_starts, self.tokens.limits
+        most = self.tokens.most
+        output = ragged_attention(flat, self.keys, self.values, starts, limits, attention.scaling, None, None, most)
+        return output.unflatten(0, (queries.shape[0], queries.shape[2]))
 
 
 class RaggedContext:
-    """The draft's context of many rows; the ragged twin of `DraftContext`."""
+    """The draft's context of many rows; the ragged twin of `DraftContext`.
+
+    Attributes:
+        committed: where `append` writes.
+        blocks: the blocks that the backbone works on. Every slot sees as far as the last one of its block.
+    """
 
     def __init__(self, config: DSparkConfig, num_rows: int, capacity: int, device: torch.device, dtype: torch.dtype):
-        shape = (num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
-        # One tensor a layer: a compiled backbone would copy a common one whenever a layer writes its part.
-        self.keys, self.values = (
-            [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)] for _ in range(2)
-        )
-        self.committed: FlatTokens  # where `append` writes
-        self.blocks: FlatTokens  # the blocks that `attend` works on, all slots of a row in order
+        shape = (config.num_hidden_layers, num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
+        self.config = config
+        self.committed: FlatTokens
+        self.blocks: FlatTokens
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(shape, device=device, dtype=dtype)
+            self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self._layers = list(zip(self.keys, self.values, strict=True))
 
-    def append(self, layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Write keys and values [1, kv_heads, T, head_dim] of each layer to the slots of `committed`."""
-        for i, (keys, values) in enumerate(layers):
-            write(self.keys[i], self.committed, keys)
-            write(self.values[i], self.committed, values)
+    @torch.inference_mode(False)
+    def grow(self, num_rows: int, capacity: int) -> None:
+        self.keys, self.values = grown(self.keys, num_rows, capacity), grown(self.values, num_rows, capacity)
+        self._layers = list(zip(self.keys, self.values, strict=True))
 
-    def attend(
-        self, layer: DSparkAttention, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of blocks [B, heads, n, head_dim] over context and themselves, as in `DraftContext`."""
-        stores = self.keys[layer.layer_idx], self.values[layer.layer_idx]
-        for store, states in zip(stores, (keys, values), strict=True):
-            write(store, self.blocks, states.transpose(0, 1).flatten(1, 2)[None])
-        num_blocks, slots = queries.shape[0], queries.shape[2]
-        # Both ways: every slot sees as far as the last one of its block.
-        limits = self.blocks.positions.view(num_blocks, slots)[:, -1:].expand(-1, slots).flatten().int()
-        flat = queries.transpose(1, 2).flatten(0, 1)
-        starts = self.blocks.row_starts
-        output = ragged_attention(flat, *stores, starts, limits, layer.scaling, None, None, slots)
-        return output.unflatten(0, (num_blocks, slots))
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for pair in self._layers for tensor in pair]
+
+    def append(self, layers: Sequence[nn.Module], projected: torch.Tensor, rope: Rope) -> None:
+        """Write the context of the tokens `committed`; `projected` is [1, T, ·], see `DraftContext.append`."""
+        config, tokens = self.config, self.committed
+        slots = tokens.limits  # a committed token sees as far as itself
+        weights = torch.stack([layer.self_attn.k_norm.weight for layer in layers])
+        kernels.write_context(
+            projected[0], weights, rope[0][0], rope[1][0], self.keys, self.values, tokens.rows.int(), slots,
+            eps=config.rms_norm_eps, value_from_key=config.value_from_key, value_norm=config.value_norm,
+        )  # fmt: skip
+
+    def layer(self, index: int) -> RaggedContextLayer:
+        return RaggedContextLayer(*self._layers[index], self.blocks)

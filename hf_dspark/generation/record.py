@@ -6,6 +6,14 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+from transformers.utils import logging
+
+from .. import confidence
+from .stopping import Transcript
+
+logger = logging.get_logger(__name__)
+
 
 @dataclass(frozen=True)
 class Round:
@@ -165,10 +173,48 @@ class CallRecord:
         for stats in self._all:
             stats.path, stats.reason = path, reason
 
+    def note(self, note: str, log: bool = True) -> None:
+        """Add to the reason what could not be used, and log it once."""
+        if note:
+            if log:
+                logger.warning_once(f"hf_dspark: {note}.")
+            self.explain(self.stats.path, f"{self.stats.reason}; {note}")
+
+    def set_captured(self, captured: bool) -> None:
+        for stats in self._all:
+            stats.captured = captured
+
     def add_tokens(self, count: int) -> None:
         for stats in self._all:
             stats.num_tokens += count
 
-    def add_round(self, round: Round) -> None:
+    def add_round(
+        self,
+        transcript: Transcript,
+        *,
+        row: int,
+        position: int,
+        draft_tokens: list[int],
+        c: list[float] | None,
+        verified: int,
+        committed: int,
+        accepted: int,
+        milliseconds: float,
+    ) -> None:
+        """Note a round whose tokens, the last `committed` ones, `transcript` holds already."""
+        self.add_tokens(committed)
+        done = Round(
+            call=0,
+            row=row,
+            position=position,
+            anchor=transcript.tokens[-committed - 1],
+            draft_tokens=draft_tokens,
+            confidence=c,
+            survival=None if c is None else confidence.survival(torch.tensor(c)).tolist(),
+            verified=verified,
+            accepted=accepted,
+            next_token=transcript.tokens[-1] if committed > accepted else None,
+            milliseconds=milliseconds,
+        )
         for stats in self._all:
-            stats.rounds.append(replace(round, call=self._index[id(stats)]))
+            stats.rounds.append(replace(done, call=self._index[id(stats)]))

@@ -13,7 +13,7 @@ class Transcript:
     exactly the ids and scores that plain generate() would have shown it.
 
     Attributes:
-        ids: [1, t] committed tokens, the prompt included.
+        tokens: new tokens on the host.
         scores, logits: one [1, V] entry a new token (processed and raw), or `None` when not asked for.
         stopped: whether the text has ended.
     """
@@ -27,11 +27,12 @@ class Transcript:
         keep_scores: bool,
         keep_logits: bool,
     ):
-        self.ids = input_ids
         self.prompt_length = input_ids.shape[1]
+        self.tokens: list[int] = []
         self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None
         self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
         self.stopped = False
+        self._ids = input_ids
         self._streamer = streamer
         self._criteria = criteria
         # Exact types only: a subclass may decide differently.
@@ -40,31 +41,38 @@ class Transcript:
         self._eos = {int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id}
         self._all_known = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
 
+    def __len__(self) -> int:
+        return self.prompt_length + len(self.tokens)
+
     @property
-    def num_new_tokens(self) -> int:
-        return self.ids.shape[1] - self.prompt_length
+    def ids(self) -> torch.Tensor:
+        """[1, t] committed tokens, the prompt included; built when somebody asks, since it is a launch on a GPU."""
+        if missing := self.tokens[self._ids.shape[1] - self.prompt_length :]:
+            new = torch.tensor([missing], dtype=self._ids.dtype, device=self._ids.device)
+            self._ids = torch.cat((self._ids, new), dim=-1)
+        return self._ids
 
     @property
     def room(self) -> int | None:
         """Tokens that still fit under the length limit; `None` without one."""
-        return None if self._max_length is None else self._max_length - self.ids.shape[1]
+        return None if self._max_length is None else self._max_length - len(self)
 
-    def commit(self, tokens: list[int], scores: torch.Tensor, logits: torch.Tensor) -> int:
+    def commit(self, tokens: list[int], scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> int:
         """Commit `tokens` until one of them ends the text.
 
         Args:
             tokens: candidates in order.
-            scores, logits: [n, V] processed and raw logits that each token was chosen from.
+            scores, logits: [n, V] processed and raw logits that each token was chosen from; may be left out where
+                nobody asked for them.
 
         Returns:
             how many were committed.
         """
-        new = torch.tensor([tokens], dtype=self.ids.dtype, device=self.ids.device)
         for i, token in enumerate(tokens):
-            self.ids = torch.cat((self.ids, new[:, i : i + 1]), dim=-1)
-            if self.scores is not None:
+            self.tokens.append(token)
+            if self.scores is not None and scores is not None:
                 self.scores += (scores[i : i + 1],)
-            if self.logits is not None:
+            if self.logits is not None and logits is not None:
                 self.logits += (logits[i : i + 1],)
             self.stopped = self._ends(token)
             if self._streamer is not None:

@@ -1,0 +1,108 @@
+"""Which path a generate() call takes, and why."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticCache
+
+from .._compat import CACHE_KEY
+from ..modeling_dspark import DSparkForCausalLM, is_plain
+from .engine import MAX_ROWS
+
+# Set by the hook on the config of a call.
+STATIC_ASKED, CACHE_GIVEN = "_dspark_static", "_dspark_cache_given"
+# Arguments of the target's forward that the ragged path makes itself.
+UNDERSTOOD = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", CACHE_KEY}
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+
+
+def wants_ragged(input_ids: torch.Tensor, generation_config: GenerationConfig) -> bool:
+    return input_ids.shape[0] > 1 or getattr(generation_config, STATIC_ASKED, False)
+
+
+def why_not_ragged(
+    target: PreTrainedModel,
+    draft: DSparkForCausalLM,
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """What the ragged path cannot honour in this call; `None` when it can."""
+    if input_ids.shape[0] > MAX_ROWS:
+        return f"the ragged path holds up to {MAX_ROWS} rows, this batch has {input_ids.shape[0]}"
+    if getattr(generation_config, CACHE_GIVEN, False):
+        return "the ragged path uses a cache of its own, not the caller's"
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        return f"the ragged path has no {generation_config.cache_implementation!r} cache"
+    if generation_config.return_dict_in_generate:
+        for name in ("output_hidden_states", "output_attentions"):
+            if getattr(generation_config, name):
+                return f"the ragged path keeps no `{name}`"
+    others = [name for name, value in model_kwargs.items() if name not in UNDERSTOOD and value is not None]
+    if "inputs_embeds" in others or input_ids.shape[1] == 0:
+        return "the ragged path reads token ids, not embeddings"
+    if others := [name for name in others if model_kwargs[name] is not False]:
+        return f"the ragged path does not know the model argument `{others[0]}`"
+    return _why_not_inputs(input_ids, model_kwargs) or _why_not_pair(target, draft)
+
+
+def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    real = torch.ones_like(input_ids) if mask is None else mask
+    if real.shape != input_ids.shape or not real.bool().any(dim=-1).all():
+        return "the ragged path needs a mask [B, S] with a real token in every row"
+    if positions is None:
+        return None
+    expected = (real.cumsum(-1) - 1).to(positions.device)
+    if positions.shape[-2:] != expected.shape or not (positions.eq(expected) | real.eq(0).to(positions.device)).all():
+        return "the ragged path counts positions from 0 at the first real token"
+    return None
+
+
+def _why_not_pair(target: PreTrainedModel, draft: DSparkForCausalLM) -> str | None:
+    text = target.config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
+    if kinds:
+        return f"the ragged path has no {', '.join(sorted(kinds))} layers"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return "the ragged path has no layers that share keys and values"
+    if not getattr(target, "_supports_attention_backend", False):
+        return f"{type(target).__name__} does not use transformers' attention interface"
+    devices = {tensor.device for model in (target, draft) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        return f"the ragged path needs target and draft on one device, not on {', '.join(sorted(map(str, devices)))}"
+    if draft.markov_head is not None and not is_plain(draft.markov_head.markov_w2):
+        return "the ragged path needs the Markov head as plain weights"
+    return None
+
+
+def check_static_cache(model_kwargs: dict[str, Any]) -> None:
+    """Refuse a static cache made by the caller.
+
+    Raises:
+        ValueError: names the alternative.
+    """
+    if isinstance(model_kwargs.get(CACHE_KEY), StaticCache):
+        raise ValueError(
+            f"`{CACHE_KEY}=StaticCache(...)` cannot hold a block of drafts behind every row. Pass "
+            '`cache_implementation="static"` instead: the fast path makes and keeps a cache of its own.'
+        )
+
+
+def why_target_only(
+    target: PreTrainedModel, logits_processor, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why drafts cannot be used in this call without changing its text; `None` when they can."""
+    stateful = [type(p).__name__ for p in logits_processor if type(p).__name__ in STATEFUL_PROCESSORS]
+    if stateful:
+        return f"{', '.join(stateful)} keeps state of its own and cannot be applied to drafts"
+    if synced_gpus:
+        return "synced_gpus needs the same number of target forwards on every rank"
+    cache = model_kwargs.get(CACHE_KEY)
+    if cache is None:
+        return "rounds need a cache (use_cache=False, or the target makes its own kind)"
+    if not hasattr(cache, "is_croppable") or (cache.layers and all(cache.is_linear)):
+        return f"{type(cache).__name__} of {type(target).__name__} cannot be rolled back"
+    return None

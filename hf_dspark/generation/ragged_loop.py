@@ -1,0 +1,275 @@
+"""The ragged path of one generate() call: rows of a batch in one cache, each accepting its own number of drafts.
+
+All verify tokens of a round lie on one flat axis and ended rows leave it, so they cost nothing.
+"""
+
+import struct
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from ..modeling_dspark import BackboneOutput, DSparkForCausalLM
+from ..sampling import draw
+from .engine import Engine
+from .policy import DraftPolicy
+from .record import CallRecord
+from .rounds import RoundOptions
+from .stopping import Transcript
+from .verify import verify
+from .warpers import Warpers
+
+UNLIMITED = 2**40
+
+
+class RowProcessors(LogitsProcessorList):
+    """The processors of a batch as one of its rows sees them.
+
+    Rows of a batch are at different lengths, and a processor may hold one setting a row. So the row is shown in its
+    place among copies of itself, all of its own length, as plain generate() would show it at that step.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, row: int, num_rows: int):
+        super().__init__(processors)
+        self.row, self.num_rows = row, num_rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if self.num_rows == 1:
+            return super().__call__(input_ids, scores, **kwargs)
+        ids, copies = input_ids.expand(self.num_rows, -1), scores.repeat(self.num_rows, 1)
+        return super().__call__(ids, copies, **kwargs)[self.row : self.row + 1]
+
+
+class Row:
+    """One row of the batch: its text, and how many of its tokens are in the caches."""
+
+    def __init__(self, index: int, prompt: torch.Tensor, transcript: Transcript, processors: LogitsProcessorList):
+        self.index = index
+        self.prompt = prompt
+        self.transcript = transcript
+        self.processors = processors
+        self.length = len(prompt)
+
+
+def bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+class RaggedLoop:
+    """State of one generate() call; the engine's lock is held while it runs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        draft: DSparkForCausalLM,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+        record: CallRecord,
+    ):
+        self.engine = engine
+        self.draft = draft
+        self.config = generation_config
+        self.streamer = streamer
+        self.record = record
+        self.policy = DraftPolicy(draft, generation_config, logits_processor)
+        record.note(self.policy.options.note)
+        keeps = {
+            "keep_scores": bool(generation_config.return_dict_in_generate and generation_config.output_scores),
+            "keep_logits": bool(generation_config.return_dict_in_generate and generation_config.output_logits),
+        }
+        num_rows = input_ids.shape[0]
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        self.rows = [
+            Row(
+                i,
+                input_ids[i, real[i].bool().to(input_ids.device)],
+                Transcript(input_ids[i : i + 1], stopping_criteria, streamer, **keeps),
+                RowProcessors(logits_processor, i, num_rows),
+            )
+            for i in range(num_rows)
+        ]
+        self.device = draft.device
+        self.rounds = engine.rounds(bucket(num_rows))
+        self.warpers = self._device_warpers(logits_processor, any(keeps.values()))
+
+    def _device_warpers(self, processors: LogitsProcessorList, keeps: bool) -> Warpers | None:
+        """How the device samples; `None` if the host must decide, since it has to see or to show scores."""
+        if keeps:
+            return None
+        return Warpers.of(processors) if self.config.do_sample else None if processors else Warpers()
+
+    def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """Generate; sequences are padded on the right as plain generate() pads them."""
+        self.record.set_captured(not self.engine.uncaptured)
+        with torch.no_grad():
+            self._prefill()
+            while active := [row for row in self.rows if not row.transcript.stopped]:
+                self._reserve(max(row.length for row in active))
+                started = time.perf_counter()
+                if self.warpers is None:
+                    self._host_round(active, started)
+                else:
+                    self._device_round(active, started)
+        if self.streamer is not None:
+            self.streamer.end()
+        return self._output()
+
+    def _output(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        pad = self.config._pad_token_tensor
+        padding = 0 if pad is None else int(pad)
+        ids = [row.transcript.ids[0] for row in self.rows]
+        sequences = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=padding)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        scores, logits = (self._stacked(name) for name in ("scores", "logits"))
+        return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits)
+
+    def _stacked(self, name: str) -> tuple[torch.Tensor, ...] | None:
+        """Scores or logits [B, V] step by step; rows that ended repeat their last ones."""
+        of_rows = [getattr(row.transcript, name) for row in self.rows]
+        if of_rows[0] is None:
+            return None
+        steps = max(len(values) for values in of_rows)
+        return tuple(torch.cat([values[min(i, len(values) - 1)] for values in of_rows]) for i in range(steps))
+
+    # ---- prompt
+
+    def _reserve(self, length: int) -> None:
+        """Room for one more round behind `length` tokens."""
+        self.engine.reserve(self.rounds.num_rows, length + self.rounds.block_size + 2)
+
+    def _prefill(self) -> None:
+        rows, rounds = self.rows, self.rounds
+        new = min(self.config.max_length - rows[0].transcript.prompt_length, 512)
+        self._reserve(max(row.length for row in rows) + new)
+        prompts = [row.prompt.to(self.device) for row in rows]
+        logits = self.engine.prefill(prompts, rounds.num_rows, self.config.prefill_chunk_size)
+        logits = logits.to(dtype=torch.float32, device=rows[0].prompt.device)
+        for row, row_logits in zip(rows, logits, strict=True):
+            scores = row.processors(row.transcript.ids, row_logits[None].clone())
+            token = draw(scores, do_sample=bool(self.config.do_sample)).tolist()
+            row.transcript.commit(token, scores, row_logits[None])
+            self.record.add_tokens(1)
+        self._open()
+
+    def _open(self) -> None:
+        """Tell the device what the rows and the options are."""
+        rounds, options = self.rounds, self.policy.options
+        ends, anchors, lengths = ([0] * rounds.num_rows for _ in range(3))
+        for row in self.rows:
+            room = UNLIMITED if row.transcript.room is None else row.transcript.room
+            anchors[row.index], lengths[row.index] = row.transcript.tokens[-1], row.length
+            ends[row.index] = 0 if row.transcript.stopped else row.length + 1 + room
+        for buffer, values in ((rounds.ends, ends), (rounds.anchors, anchors), (rounds.lengths, lengths)):
+            buffer.copy_(torch.tensor(values))
+        rounds.threshold.fill_(options.threshold)
+        temperatures = self.draft.config.confidence_temperatures
+        rounds.temperatures.copy_(torch.tensor(temperatures or [1.0] * rounds.gamma))
+        if self.config.do_sample and self.warpers is not None:
+            rounds.warpers.set(self.warpers)
+            rounds.seed.copy_(torch.randint(2**62, (1,)))
+
+    # ---- rounds
+
+    def _device_round(self, active: list[Row], started: float) -> None:
+        options, rounds = self.policy.options, self.rounds
+        graphs = self.engine.graphs(rounds)
+        width = bucket(len(active)) if graphs.enabled else len(active)
+        kind = RoundOptions(
+            count=options.num_assistant_tokens,
+            truncates=options.threshold > 0,
+            samples=bool(self.config.do_sample),
+            one_hot=self.policy.sample_method == "greedy",
+        )
+        lines = rounds.run(graphs, width, kind).tolist()
+        milliseconds = 1000 * (time.perf_counter() - started)
+        gamma = rounds.gamma
+        has_confidence = self.draft.confidence_head is not None
+        for row, line in zip(active, lines, strict=False):
+            own, accepted, verified = line[gamma : gamma + 3]
+            c = list(struct.unpack(f"{gamma}f", struct.pack(f"{gamma}i", *line[gamma + 3 :])))
+            committed = row.transcript.commit([*line[:accepted], own])
+            self._finish(
+                row,
+                draft_tokens=line[:gamma],
+                c=c if has_confidence else None,
+                verified=verified,
+                committed=committed,
+                accepted=min(committed, accepted),
+                milliseconds=milliseconds,
+            )
+        self._end(active)
+
+    def _host_round(self, active: list[Row], started: float) -> None:
+        """A round whose tokens are chosen on the host; the forwards around it are the same."""
+        rounds, policy = self.rounds, self.policy
+        graphs = self.engine.graphs(rounds)
+        width = bucket(len(active)) if graphs.enabled else len(active)
+        backbone = rounds.propose_lanes(graphs, width)
+        n, count = len(active), policy.options.num_assistant_tokens
+        backbone = BackboneOutput(backbone.hidden_states[:n], backbone.base_logits[:n])
+        anchors = torch.tensor([[row.transcript.tokens[-1]] for row in active], device=self.device)
+        block = self.engine.proposer.walk(
+            backbone, anchors, lambda prefix, logits: self._choose(active, prefix, logits)
+        )
+        c = policy.conditional(block.confidence_logits)
+        room = [None if row.transcript.room is None else row.transcript.room - 1 for row in active]
+        lengths = [policy.verified(None if c is None else c[i], room[i]) for i in range(n)]
+        logits = rounds.verify_lanes(graphs, width, block.tokens, lengths, count).float()
+
+        device = active[0].transcript.ids.device
+        drafts, scores = block.tokens.to(device), block.scores.to(device)
+        parts = logits[: sum(lengths) + n].to(device).split([length + 1 for length in lengths])
+        decided = []
+        for i, (row, length, row_logits) in enumerate(zip(active, lengths, parts, strict=True)):
+            q = policy.distribution(scores[i, :length], drafts[i, :length])
+            if q is not None:
+                q = F.pad(q, (0, row_logits.shape[-1] - q.shape[-1]))
+            decided.append(verify(row.transcript, drafts[i, :length], q, row_logits, row.processors))
+        committed = [count for count, _ in decided]
+        rounds.commit_lanes(graphs, width, committed, [row.transcript.tokens[-1] for row in active], count)
+        milliseconds = 1000 * (time.perf_counter() - started)
+        for i, row in enumerate(active):
+            self._finish(
+                row,
+                draft_tokens=block.tokens[i].tolist(),
+                c=None if c is None else c[i].tolist(),
+                verified=lengths[i],
+                committed=committed[i],
+                accepted=decided[i][1],
+                milliseconds=milliseconds,
+            )
+        self._end(active)
+
+    def _choose(
+        self, active: list[Row], prefix: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`DraftPolicy.choose` for rows whose texts have different lengths; `prefix` starts with the anchors."""
+        if not self.policy.processors:
+            return self.policy.choose(prefix, logits)
+        parts = []
+        for i, row in enumerate(active):
+            text = row.transcript.ids
+            ids = torch.cat((text, prefix[i : i + 1, 1:].to(text.device)), dim=1)
+            processors = RowProcessors(self.policy.processors, row.index, len(self.rows))
+            parts.append(self.policy.choose(ids, logits[i : i + 1].to(text.device), processors))
+        return tuple(torch.cat([part[i] for part in parts]).to(self.device) for i in range(2))
+
+    def _finish(self, row: Row, *, committed: int, **numbers: Any) -> None:
+        self.record.add_round(row.transcript, row=row.index, position=row.length, committed=committed, **numbers)
+        row.length += committed
+
+    def _end(self, active: list[Row]) -> None:
+        """Take rows that have ended off the lanes."""
+        if ended := [row.index for row in active if row.transcript.stopped]:
+            self.rounds.ends[ended] = 0
