@@ -2,7 +2,28 @@
 
 from .anchors import sample_anchors
 from .blocks import BlockOutput, forward_blocks
+from .config import TrainingConfig
+from .estimate import Estimate, estimate
 from .losses import LossOutput, dspark_loss
+from .metrics import Validation
+from .new_draft import default_taps, new_draft, unused_token
 from .rows import LogitRows
+from .trainer import TrainingResult, train
 
-__all__ = ["BlockOutput", "LogitRows", "LossOutput", "dspark_loss", "forward_blocks", "sample_anchors"]
+__all__ = [
+    "BlockOutput",
+    "Estimate",
+    "LogitRows",
+    "LossOutput",
+    "TrainingConfig",
+    "TrainingResult",
+    "Validation",
+    "default_taps",
+    "dspark_loss",
+    "estimate",
+    "forward_blocks",
+    "new_draft",
+    "sample_anchors",
+    "train",
+    "unused_token",
+]

@@ -25,6 +25,7 @@ class LossOutput:
         tv: weighted mean of Σ|q_k − p_k|, twice the total variation distance.
         confidence: weighted mean of the binary cross-entropy of the confidence logits; 0 without confidence head.
         accept_rate: [B, A, γ], 1 − Σ|q_k − p_k| / 2 = Σ min(q_k, p_k), the probability that x_k is accepted.
+        num_slots: scalar, the slots that count.
     """
 
     loss: torch.Tensor
@@ -32,6 +33,7 @@ class LossOutput:
     tv: torch.Tensor
     confidence: torch.Tensor
     accept_rate: torch.Tensor
+    num_slots: torch.Tensor
 
 
 def slot_weights(eval_mask: torch.Tensor, decay: float | None) -> torch.Tensor:
@@ -98,7 +100,8 @@ def dspark_loss(
         entropy = F.binary_cross_entropy_with_logits(block_output.confidence_logits.float(), c, reduction="none")
         confidence_mean = _mean(normal, entropy)
         loss = loss + confidence * confidence_mean
-    return LossOutput(loss, ce_mean, tv_mean, confidence_mean.detach(), accept_rate)
+    num_slots = block_output.eval_mask.float().sum()
+    return LossOutput(loss, ce_mean, tv_mean, confidence_mean.detach(), accept_rate, num_slots)
 
 
 def _mean(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,314 @@
+"""Training on accelerate: one process or many, bfloat16, and runs that go on after a kill as if nothing had been."""
+
+import dataclasses
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_tensorboard_available, set_seed
+from torch import nn
+from transformers import get_cosine_schedule_with_warmup
+from transformers.utils import logging
+
+from ..modeling_dspark import DSparkForCausalLM
+from . import checkpoint, metrics
+from .anchors import sample_anchors
+from .blocks import BlockOutput, forward_blocks
+from .config import TrainingConfig
+from .data import Batch
+from .losses import LossOutput, dspark_loss
+from .rows import LogitRows
+from .setup import load_parts
+
+logger = logging.get_logger(__name__)
+
+FINISHED = "draft"
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """`draft`: folder of the finished draft. `step`: optimiser steps. `validation`: at the end, `None` without any."""
+
+    draft: Path
+    step: int
+    validation: metrics.Validation | None
+
+
+def train(config: TrainingConfig) -> TrainingResult:
+    """Train a draft for a frozen target, whose features are computed as they are needed and never stored.
+
+    `output_dir` receives `checkpoint-<step>/`, `metrics.jsonl` (one JSON object a line), TensorBoard logs, and at the
+    end `draft/`, which `from_pretrained` reads. A run that was killed goes on with `resume=True`: on the same machine
+    the weights become bit for bit those of an uninterrupted run.
+
+    Several GPUs: `accelerate launch --num_processes N -m hf_dspark.cli train ...`.
+
+    Raises:
+        ValueError: for arguments that do not fit the target, the data or the run in `output_dir`; the message says how.
+        FloatingPointError: the loss is no longer finite.
+    """
+    run = Run(config)
+    run.resume()
+    return run.loop()
+
+
+class Objective(nn.Module):
+    """Draft and loss as one module, so that gradients are shared between processes when its forward was called."""
+
+    def __init__(self, draft: DSparkForCausalLM, config: TrainingConfig):
+        super().__init__()
+        self.draft = draft
+        self.weights: dict[str, Any] = {
+            "ce": config.ce,
+            "tv": config.tv,
+            "confidence": config.confidence,
+            "decay": config.decay,
+        }
+
+    def forward(self, inputs: tuple[torch.Tensor, ...], target_logits: LogitRows) -> LossOutput:
+        return dspark_loss(forward_blocks(self.draft, *inputs, lazy=True), target_logits, **self.weights)
+
+
+class Run:
+    """One training run: its parts, and where it stands (`step`)."""
+
+    def __init__(self, config: TrainingConfig):
+        self.config, self.step = config, 0
+        self.folder = Path(config.output_dir)
+        self.accelerator = make_accelerator(config)
+        device = self.accelerator.device
+        set_seed(config.seed)
+        self.newest = self._newest_checkpoint()
+        parts = load_parts(config, device, self.newest)
+        self.teacher, self.texts, self.validation_texts = parts.teacher, parts.texts, parts.validation_texts
+        self.draft = parts.draft
+        self.per_epoch = len(self.texts.order(self.global_batch, config.seed, 0))
+        self.total = config.max_steps or max(
+            1, config.num_epochs * self.per_epoch // config.gradient_accumulation_steps
+        )
+        self.optimizer = make_optimizer(self.draft, config)
+        self.scheduler = get_cosine_schedule_with_warmup(
+            self.optimizer, round(config.warmup_ratio * self.total), self.total
+        )
+        self.objective = self.accelerator.prepare(Objective(self.draft, config))
+        self.optimizer = self.accelerator.prepare(self.optimizer)
+        self._order: tuple[int, list[list[int]]] = (-1, [])
+
+    @property
+    def global_batch(self) -> int:
+        return self.config.batch_size * self.accelerator.num_processes
+
+    # ---- the data and the random choices of a step: functions of the seed and the number of the forward
+
+    def batch(self, forward: int) -> Batch:
+        """This process's share of the batch of a forward."""
+        epoch, index = divmod(forward, self.per_epoch)
+        if self._order[0] != epoch:
+            self._order = (epoch, self.texts.order(self.global_batch, self.config.seed, epoch))
+        rank, count = self.accelerator.process_index, self.accelerator.num_processes
+        return self.texts.batch(self._order[1][index][rank::count])
+
+    def inputs(self, batch: Batch, name: str) -> tuple[tuple[torch.Tensor, ...], LogitRows]:
+        """Arguments of the objective; `name` names the random stream of the anchors."""
+        device = self.accelerator.device
+        ids, mask = batch.input_ids.to(device), batch.loss_mask.to(device)
+        seed = random.Random(f"anchors {self.config.seed} {name} {self.accelerator.process_index}").getrandbits(62)
+        anchors, keep = sample_anchors(mask, self.config.num_anchors, torch.Generator().manual_seed(seed))
+        features, last_hidden = self.teacher.read(ids)
+        logits = self.teacher.slot_logits(last_hidden, anchors, self.draft.config.num_draft_tokens)
+        return (ids, mask, features, anchors, keep), logits
+
+    # ---- training
+
+    def loop(self) -> TrainingResult:
+        config, result = self.config, None
+        progress = logging.tqdm(total=self.total, initial=self.step, desc="train", unit="step")
+        losses: list[LossOutput] = []
+        started, tokens = time.perf_counter(), 0
+        while self.step < self.total:
+            outputs, count = self.take_step()
+            losses, tokens = losses + outputs, tokens + count
+            self.step += 1
+            progress.update()
+            at_end = self.step == self.total
+            if self.step % config.log_every == 0 or at_end:
+                self._log_losses(losses, tokens / (time.perf_counter() - started))
+                losses, started, tokens = [], time.perf_counter(), 0
+            if self.validation_texts and (self.step % config.validate_every == 0 or at_end):
+                result = self.validate()
+            if self.step % config.save_every == 0 or at_end:
+                self.save()
+        progress.close()
+        self.accelerator.end_training()
+        if self.validation_texts and result is None:  # the run was finished already
+            result = self.validate()
+        return TrainingResult(self._write_draft(), self.step, result)
+
+    def take_step(self) -> tuple[list[LossOutput], int]:
+        """One optimiser step; the losses of its forwards, without gradients, and the tokens read by all processes."""
+        count, outputs, tokens = self.config.gradient_accumulation_steps, [], 0
+        for i in range(count):
+            forward = self.step * count + i
+            batch = self.batch(forward)
+            inputs, target_logits = self.inputs(batch, str(forward))
+            with self.accelerator.accumulate(self.objective):
+                output = self.objective(inputs, target_logits)
+                self.accelerator.backward(output.loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.draft.parameters(), self.config.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            outputs.append(dataclasses.replace(output, loss=output.loss.detach()))
+            tokens += batch.input_ids.numel() * self.accelerator.num_processes
+        self.scheduler.step()
+        return outputs, tokens
+
+    @torch.no_grad()
+    def validate(self) -> metrics.Validation:
+        """Measure on the validation texts, always with the same anchors."""
+        assert self.validation_texts is not None
+        sums = torch.zeros(5 + 2 * self.draft.config.num_draft_tokens, dtype=torch.float64)
+        sums = sums.to(self.accelerator.device)
+        size, count = self.config.batch_size, self.accelerator.num_processes
+        indices = list(range(len(self.validation_texts)))[self.accelerator.process_index :: count]
+        for start in range(0, len(indices), size):
+            batch = self.validation_texts.batch(indices[start : start + size])
+            inputs, target_logits = self.inputs(batch, f"validation {start}")
+            with self.accelerator.autocast():
+                block: BlockOutput = forward_blocks(self.draft, *inputs, lazy=True)
+                sums += metrics.block_sums(block, target_logits)
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        result = metrics.summarise(sums, has_confidence=self.draft.config.enable_confidence_head)
+        self._record(metrics.flat(result))
+        return result
+
+    # ---- what a run leaves behind
+
+    def _log_losses(self, losses: list[LossOutput], tokens_per_second: float) -> None:
+        means = {
+            name: torch.stack([getattr(loss, name) for loss in losses]).mean()
+            for name in ("loss", "ce", "tv", "confidence")
+        }
+        means = {f"train/{name}": float(self.accelerator.reduce(x, reduction="mean")) for name, x in means.items()}
+        if not all(abs(value) < float("inf") for value in means.values()):
+            raise FloatingPointError(
+                f"The loss is not finite at step {self.step}: {means}. Resume with a lower `learning_rate`."
+            )
+        rate = self.scheduler.get_last_lr()[0]
+        self._record(means | {"train/learning_rate": rate, "train/tokens_per_second": tokens_per_second})
+
+    def _record(self, values: dict[str, float]) -> None:
+        self.accelerator.log(values, step=self.step)
+        if self.accelerator.is_main_process:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / METRICS).open("a") as file:
+                file.write(json.dumps({"step": self.step} | values) + "\n")
+
+    def save(self) -> None:
+        if self.accelerator.is_main_process:
+            state = {"config": self.config.fingerprint(), "processes": self.accelerator.num_processes}
+            state |= {"scheduler": self.scheduler.state_dict(), "total": self.total}
+            optimizer = self.optimizer.optimizer
+            checkpoint.save(self.folder, self.step, self.draft, optimizer, state, self.config.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def _newest_checkpoint(self) -> Path | None:
+        found = checkpoint.checkpoints(self.folder)
+        if found and not self.config.resume:
+            raise ValueError(
+                f"{self.folder} holds {found[-1].name} of a run. Set `resume=True` to go on with it, or give another "
+                "`output_dir`."
+            )
+        return found[-1] if found else None
+
+    def resume(self) -> None:
+        """Take over the state of the newest checkpoint, if the run has one; the draft has its weights already."""
+        if self.config.tensorboard or (self.config.tensorboard is None and is_tensorboard_available()):
+            self.accelerator.init_trackers("tensorboard")
+        if self.newest is None:
+            if self.accelerator.is_main_process:
+                (self.folder / METRICS).unlink(missing_ok=True)  # of a run that was killed before its first checkpoint
+            return
+        state = checkpoint.read_state(self.newest)
+        self._check_same_run(state)
+        checkpoint.load_optimizer(self.newest, self.optimizer.optimizer)
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+        if self.accelerator.is_main_process:
+            _cut_metrics(self.folder / METRICS, self.step)
+        logger.warning(f"Resumed from {self.newest} at step {self.step} of {self.total}.")
+
+    def _check_same_run(self, state: dict[str, Any]) -> None:
+        now = json.loads(json.dumps(self.config.fingerprint())) | {"processes": self.accelerator.num_processes}
+        before = state["config"] | {"processes": state["processes"]}
+        changed = [f"`{k}` was {before.get(k)!r}, is {v!r}" for k, v in now.items() if before.get(k) != v]
+        if changed:
+            raise ValueError(
+                f"{self.newest} is of another run: {'; '.join(changed)}. Give its values back, or another `output_dir` "
+                "with `init_from` for a new run from its draft."
+            )
+
+    def _write_draft(self) -> Path:
+        folder = self.folder / FINISHED
+        if self.accelerator.is_main_process:
+            dtype = getattr(torch, self.config.dtype)
+            tensors = {name: tensor.to(dtype) for name, tensor in self.draft.state_dict().items()}
+            before, self.draft.config.dtype = self.draft.config.dtype, dtype
+            self.draft.save_pretrained(folder, state_dict=tensors)
+            self.draft.config.dtype = before
+        self.accelerator.wait_for_everyone()
+        return folder
+
+
+def make_accelerator(config: TrainingConfig) -> Accelerator:
+    precision = config.mixed_precision
+    if precision == "auto":
+        precision = "bf16" if torch.cuda.is_available() else "no"
+    wanted = is_tensorboard_available() if config.tensorboard is None else config.tensorboard
+    if wanted and not is_tensorboard_available():
+        raise ValueError("`tensorboard=True`, but TensorBoard is not installed. Run `pip install tensorboard`.")
+    return Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        log_with="tensorboard" if wanted else None,
+        project_dir=config.output_dir,
+    )
+
+
+def make_optimizer(draft: DSparkForCausalLM, config: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW on everything but the shared embeddings and head; norms and biases do not decay."""
+    frozen = ("embed_tokens.", "lm_head.")
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in draft.named_parameters():
+        if name.startswith(frozen):
+            parameter.requires_grad_(False)
+        else:
+            groups[parameter.dim() > 1].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": groups[True], "weight_decay": config.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        lr=config.learning_rate,
+        betas=(config.adam_beta1, config.adam_beta2),
+        fused=draft.device.type == "cuda",
+    )
+
+
+def _cut_metrics(path: Path, step: int) -> None:
+    """Forget what was logged after the checkpoint that a run goes on from; a line cut by a kill goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            continue
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{line}\n" for line in kept))
+    partial.replace(path)
