@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def visibility(anchor_positions: torch.Tensor, keep_mask: torch.Tensor, length: int, block_size: int) -> Rule:
+def visibility(anchor_positions: torch.Tensor, keep_mask: torch.Tensor, block_size: int) -> Rule:
     """Which keys the slots of anchor blocks see; the only place where this is written.
 
-    Queries are the slots of all blocks of a row, block after block. Keys are the row's `length` tokens, then the same
-    slots. A slot sees the tokens strictly before the anchor of its block, whose place in the block it is, and all slots
-    of its block. Dummies (keep 0) see themselves alone.
+    Queries are the slots of all blocks of a row, block after block. Keys are the same slots, then the row's tokens: in
+    this order the rule is the same for texts of all lengths, and compiled once. A slot sees all slots of its block and
+    the tokens strictly before the block's anchor, which itself is the first slot. Dummies (keep 0) see no token.
     """
+    slots = anchor_positions.shape[1] * block_size
 
     def visible(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         block = query // block_size
-        before = (key < anchor_positions[row, block]) & keep_mask[row, block]
-        return (before & (key < length)) | ((key >= length) & ((key - length) // block_size == block))
+        before = (key - slots < anchor_positions[row, block]) & keep_mask[row, block]
+        return ((key < slots) & (key // block_size == block)) | ((key >= slots) & before)
 
     return visible
 
@@ -44,15 +45,15 @@ class BlockContext:
 
     The backbone runs over B·A rows of one block; here the blocks of a sequence are laid side by side, so that its keys
     and values are computed and read once. On CUDA the mask is a block mask of flex_attention, which skips what no
-    block sees; elsewhere it is dense, B · A·n · (S + A·n) bytes for blocks of n slots.
+    block sees; elsewhere it is dense, B · A·n · (A·n + S) bytes for blocks of n slots.
     """
 
     def __init__(self, anchor_positions: torch.Tensor, keep_mask: torch.Tensor, length: int, block_size: int):
         self.num_rows, self.num_blocks = anchor_positions.shape
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        rule = visibility(anchor_positions, keep_mask.bool(), length, block_size)
+        rule = visibility(anchor_positions, keep_mask.bool(), block_size)
         queries = self.num_blocks * block_size
-        sizes = (self.num_rows, queries, length + queries)
+        sizes = (self.num_rows, queries, queries + length)
         self.mask: torch.Tensor | BlockMask
         if anchor_positions.device.type == "cuda":
             self.mask = create_block_mask(rule, sizes[0], None, *sizes[1:], device=anchor_positions.device)
@@ -84,8 +85,8 @@ class BlockLayer(NamedTuple):
     ) -> torch.Tensor:
         """Attention of the blocks [B·A, (kv_)heads, n, head_dim] -> [B·A, n, heads, head_dim]."""
         queries, keys, values = (self.context.side_by_side(x) for x in (queries, keys, values))
-        keys = torch.cat((self.keys, keys), dim=2)
-        values = torch.cat((self.values, values), dim=2)
+        keys = torch.cat((keys, self.keys), dim=2)
+        values = torch.cat((values, self.values), dim=2)
         mask = self.context.mask
         if isinstance(mask, BlockMask):
             output = _flex(attention, queries, keys, values, mask)

@@ -180,7 +180,7 @@ def slot_values(
 
 @functools.cache
 def _compiled_slot_values() -> Callable:
-    return torch.compile(slot_values, dynamic=True)
+    return torch.compile(slot_values)
 
 
 def _slots_function(device: torch.device) -> Callable:

@@ -47,7 +47,7 @@ def train(config: TrainingConfig) -> TrainingResult:
     end `draft/`, which `from_pretrained` reads. A run that was killed goes on with `resume=True`: on the same machine
     the weights become bit for bit those of an uninterrupted run.
 
-    Several GPUs: `accelerate launch --num_processes N -m hf_dspark.cli train ...`.
+    Several GPUs: `accelerate launch --num_processes N --no_python hf-dspark train ...`.
 
     Raises:
         ValueError: for arguments that do not fit the target, the data or the run in `output_dir`; the message says how.
@@ -128,7 +128,8 @@ class Run:
 
     def loop(self) -> TrainingResult:
         config, result = self.config, None
-        progress = logging.tqdm(total=self.total, initial=self.step, desc="train", unit="step")
+        hidden = not self.accelerator.is_main_process
+        progress = logging.tqdm(total=self.total, initial=self.step, desc="train", unit="step", disable=hidden or None)
         losses: list[LossOutput] = []
         started, tokens = time.perf_counter(), 0
         while self.step < self.total:

@@ -85,17 +85,15 @@ def test_blocks_end_at_the_first_unsupervised_token():
 def test_mask_rule():
     """Against the rule in words, entry by entry."""
     anchors, keep, length, size = torch.tensor([[2, 5], [0, 3]]), torch.tensor([[1, 1], [1, 0]]).bool(), 6, 3
-    mask = dense_mask(visibility(anchors, keep, length, size), 2, 6, length + 6, torch.device("cpu"))
+    mask = dense_mask(visibility(anchors, keep, size), 2, 6, 6 + length, torch.device("cpu"))
     for row in range(2):
         for query in range(6):
             block = query // size
-            for key in range(length + 6):
-                if key < length:
-                    expected = bool(keep[row, block]) and key < anchors[row, block]
-                else:
-                    expected = (key - length) // size == block
-                assert mask[row, 0, query, key] == expected
-    assert torch.equal(create_mask(visibility(anchors, keep, length, size), 2, 1, 6, length + 6, device="cpu"), mask)
+            for key in range(6 + length):
+                own = key < 6 and key // size == block
+                before = key >= 6 and bool(keep[row, block]) and key - 6 < anchors[row, block]
+                assert mask[row, 0, query, key] == (own or before)
+    assert torch.equal(create_mask(visibility(anchors, keep, size), 2, 1, 6, 6 + length, device="cpu"), mask)
 
 
 def test_slots_equal_inference(draft):
