@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..default_pair import SetupError
-from . import console, generate, inspect, setup_demo
+from . import calibrate, console, eval, generate, inspect, setup_demo, train
 
 app = typer.Typer(
     name="hf-dspark",
@@ -20,6 +20,9 @@ app = typer.Typer(
 app.command("setup-demo")(setup_demo.setup_demo)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("train")(train.train)
+app.command("eval")(eval.eval)
+app.command("calibrate")(calibrate.calibrate)
 
 
 def main(arguments: list[str] | None = None) -> None:
