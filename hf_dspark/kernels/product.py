@@ -44,7 +44,6 @@ def _product(
         if PREFETCH > 0:
             _prefetch(weight + rows * stride_w + begin, size - begin, GRAIN, PREFETCH)
         tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
 
     w_place = weight + rows[:, None] * stride_w + inner[None, :]
     x_place = x + tokens[:, None] * stride_x + inner[None, :]
@@ -59,6 +58,8 @@ def _product(
             w = tl.load(w_place + k, mask=inside, other=0)
             values = tl.load(x_place + k, mask=exists & inside, other=0)
         result = tl.dot(w, tl.trans(values), result, input_precision=PRECISION)
+    if PDL:  # not sooner: programs that wait among those at work would end up unevenly spread over the processors
+        tl_cuda.gdc_launch_dependents()
 
     written = exists.reshape(1, BLOCK_T) & (columns < num_columns)[:, None]
     if SPLITS > 1:
@@ -92,9 +93,11 @@ def _tiles(num_columns: int, size: int, itemsize: int) -> Tiles:
     """From the weight's shape alone, never from the rows: see the top of the file."""
     if itemsize == 4:
         return Tiles(32, 32, 1, stages=3, warps=4)
-    block_n = 64
-    splits = min(264 // triton.cdiv(num_columns, block_n), size // 1024)  # two programs per processor at once
-    return Tiles(block_n, 128, max(1, splits), stages=4, warps=4)
+    num_tiles = triton.cdiv(num_columns, 64)
+    splits = max(1, min(200 // num_tiles, size // 1024)) if num_tiles < 96 else 1
+    # As many programs per processor as the grid has, with all shared memory in their pipelines (measured on an H200).
+    programs = num_tiles * splits
+    return Tiles(64, 128, splits, stages=5 if programs <= 132 else 4 if programs <= 264 else 3, warps=4)
 
 
 LINE = 128  # bytes that one prefetch brings
