@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..default_pair import SetupError
-from . import calibrate, console, eval, generate, inspect, setup_demo, train
+from . import calibrate, console, eval, generate, inspect, setup_demo, synthesize, train
 
 app = typer.Typer(
     name="hf-dspark",
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command("setup-demo")(setup_demo.setup_demo)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("synthesize")(synthesize.synthesize)
 app.command("train")(train.train)
 app.command("eval")(eval.eval)
 app.command("calibrate")(calibrate.calibrate)

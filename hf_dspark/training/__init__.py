@@ -8,6 +8,7 @@ from .losses import LossOutput, dspark_loss
 from .metrics import Validation
 from .new_draft import default_taps, new_draft, unused_token
 from .rows import LogitRows
+from .synthesis import SynthesisConfig, SynthesisResult, synthesize
 from .trainer import TrainingResult, train
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "Estimate",
     "LogitRows",
     "LossOutput",
+    "SynthesisConfig",
+    "SynthesisResult",
     "TrainingConfig",
     "TrainingResult",
     "Validation",
@@ -24,6 +27,7 @@ __all__ = [
     "forward_blocks",
     "new_draft",
     "sample_anchors",
+    "synthesize",
     "train",
     "unused_token",
 ]

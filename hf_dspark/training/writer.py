@@ -1,0 +1,86 @@
+"""The target as a writer: batches of continuations with one cache shape."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+
+PADDED_TO = 64
+
+
+class Writer:
+    """Continues many texts at once, from the target's own distribution at a temperature, nothing else changed.
+
+    On CUDA the cache is static and its shape always `batch_size` × `max_length`, so that transformers compiles the
+    target's forward once; there, missing rows are filled up.
+    """
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int):
+        self.target, self.batch_size, self.max_length = target, batch_size, max_length
+        ends = target.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        self.ends = sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
+        if not self.ends:
+            raise ValueError("The target has no end-of-text token: set `eos_token_id` in its generation config.")
+        self.padding = self.ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.static = target.device.type == "cuda"
+
+    @torch.no_grad()
+    def write(
+        self, texts: list[list[int]], temperature: float, *, ends: list[int] | None = None, at_most: int | None = None
+    ) -> list[list[int]]:
+        """Continuations of `texts`, with the token that ended each, if one did.
+
+        Args:
+            texts: at most `batch_size` lists of ids.
+            temperature: 0 for the likeliest tokens.
+            ends: further tokens that end a continuation.
+            at_most: tokens of the longest; otherwise up to `max_length` with its text.
+        """
+        stops = sorted({*self.ends, *(ends or [])})
+        rows = texts + texts[:1] * (self.batch_size - len(texts) if self.static else 0)
+        width = -(-max(map(len, rows)) // PADDED_TO) * PADDED_TO
+        width = min(width, self.max_length - 1)
+        ids = torch.full((len(rows), width), self.padding)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(rows):
+            ids[row, width - len(text) :] = torch.tensor(text)
+            mask[row, width - len(text) :] = 1
+        device = self.target.device
+        output = self.target.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=self._config(temperature, stops),
+            stopping_criteria=[] if at_most is None else [AtLength(width + at_most)],
+        )
+        return [_until_end(row, set(stops)) for row in output[: len(texts), width:].tolist()]
+
+    def _config(self, temperature: float, stops: list[int]) -> GenerationConfig:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        config = GenerationConfig(
+            **(sampling if temperature > 0 else {"do_sample": False}),
+            max_length=self.max_length,
+            eos_token_id=stops,
+            pad_token_id=self.padding,
+            cache_implementation="static" if self.static else None,
+        )
+        # generate() fills what a config leaves open from the target's own, where penalties may stand.
+        self.target.generation_config = config
+        return config
+
+
+class AtLength(StoppingCriteria):
+    """Stops all rows at a length below `max_length`, which stays what it is: the size of the cache depends on it."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    for i, token in enumerate(ids):
+        if token in ends:
+            return ids[: i + 1]
+    return ids
