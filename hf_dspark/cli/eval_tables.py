@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from . import console
@@ -29,8 +30,8 @@ def show(report: Mapping[str, Any]) -> None:
 
 
 def _print(table: Table) -> None:
-    # A narrow terminal wraps lines; columns cut to fit would lose digits.
-    console.out.print(table, width=max(console.out.width, 130), crop=False)
+    # On a narrow terminal lines wrap; columns cut to fit would lose digits.
+    Console(highlight=False, width=max(console.out.width, 130)).print(table)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -77,6 +77,7 @@ def test_eval_measures_and_shows(pair, folders, prompts, tmp_path, capsys):
     assert code == 0, err
     assert "Texts against plain decoding: identical" in out and "dspark: by position" in out and "τ" in out
     assert "Categories" in out and "Mean over sets" not in out and "measuring" in err and "threshold.png" in err
+    assert "identical" in out and "…" not in out and "prompt lookup" in out, "no column is cut"
     report = json.loads(path.read_text())
     rows = report["overall"]["methods"]
     assert list(rows) == ["plain", "dspark", "draft bad", "prompt lookup"]
