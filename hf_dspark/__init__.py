@@ -12,6 +12,8 @@ output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)
 Importing the package claims DSpark checkpoints for the Auto classes and installs one hook in generate().
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import auto
 from .configuration_dspark import DSparkConfig
 from .default_pair import load_default_pair
@@ -21,19 +23,27 @@ from .generation.logits_process import MarkovLogitsProcessor
 from .generation.record import Round, SpeculationStats, record
 from .modeling_dspark import DSparkForCausalLM, Gemma4DSparkModel, Qwen3DSparkModel
 from .proposal import DraftBlock
+from .scheduling.cost_model import CostModel
+from .scheduling.scheduler import PrefixScheduler
 from .target import context_features
+
+if TYPE_CHECKING:
+    from .scheduling.calibration import calibrate
 
 __version__ = "0.1.0"
 __all__ = [
+    "CostModel",
     "DSparkCandidateGenerator",
     "DSparkConfig",
     "DSparkForCausalLM",
     "DraftBlock",
     "Gemma4DSparkModel",
     "MarkovLogitsProcessor",
+    "PrefixScheduler",
     "Qwen3DSparkModel",
     "Round",
     "SpeculationStats",
+    "calibrate",
     "context_features",
     "load_default_pair",
     "record",
@@ -41,3 +51,12 @@ __all__ = [
 
 auto.register()
 hook.install()
+
+
+def __getattr__(name: str) -> Any:
+    # Calibration sits on top of evaluation, which uses the names above.
+    if name == "calibrate":
+        from .scheduling.calibration import calibrate
+
+        return calibrate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.utils import logging
 
 from .. import confidence
-from ..evaluation.metrics import auroc, ece
+from ..evaluation.metrics import auroc, brier, ece
 from ..generation.candidate_generator import Proposal
 from ..generation.loop import PlainLoop
 from ..generation.record import CallRecord
@@ -27,7 +27,6 @@ logger = logging.get_logger(__name__)
 
 # Tried in this order, nearest to 1 first, so that 1 stays where nothing is better.
 GRID = sorted((10 ** (i / 100) for i in range(-100, 101)), key=lambda t: max(t, 1 / t))
-MIN_IMPROVEMENT = 1e-4  # of the ECE; less is no reason to leave 1
 MIN_ROUNDS, MANY_ROUNDS = 100, 1000
 
 
@@ -138,24 +137,35 @@ def calibrate(
 
 
 def fit_temperatures(confidence_logits: torch.Tensor, survival: torch.Tensor) -> list[float]:
-    """T_1..T_γ by a grid search for each position, from left to right, that minimises the ECE of a_j.
+    """T_1..T_γ by a grid search for each position, from left to right, that minimises the ECE of a_j, up to its noise.
 
     Args:
         confidence_logits: [N, γ] before temperatures.
         survival: [N, γ] whether x_1..x_j all passed, 0/1 or its probability.
 
     Returns:
-        γ temperatures from 0.1 to 10; 1 where no other improves.
+        γ temperatures from 0.1 to 10; 1 where no other is better.
     """
-    logits = confidence_logits.double()
+    logits, outcomes = confidence_logits.double(), survival.double()
     temperatures: list[float] = []
     before = torch.ones(len(logits), dtype=torch.float64)  # a_{j-1}, with the temperatures found so far
     for j in range(logits.shape[1]):
-        errors = {t: ece(before * (logits[:, j] / t).sigmoid(), survival[:, j]) for t in GRID}
-        best = min(errors, key=lambda t: errors[t])
-        temperatures.append(best if errors[1.0] - errors[best] > MIN_IMPROVEMENT else 1.0)
+        temperatures.append(_best_temperature(before, logits[:, j], outcomes[:, j]))
         before = before * (logits[:, j] / temperatures[-1]).sigmoid()
     return temperatures
+
+
+def _best_temperature(before: torch.Tensor, logits: torch.Tensor, outcomes: torch.Tensor) -> float:
+    """Of the T whose ECE lies within a standard error of the lowest, the one with the lowest Brier score.
+
+    Over T the ECE is flat and, on some thousand rounds, noisy: its lowest point alone may lie anywhere in a wide range.
+    """
+    predicted = {t: before * (logits / t).sigmoid() for t in GRID}
+    errors = {t: ece(a, outcomes) for t, a in predicted.items()}
+    best = min(GRID, key=lambda t: errors[t])
+    noise = float((outcomes - predicted[best]).std()) / len(outcomes) ** 0.5
+    near = [t for t in GRID if errors[t] <= errors[best] + noise]
+    return min(near, key=lambda t: brier(predicted[t], outcomes))
 
 
 def fit(recording: Recording, holdout: float = 0.3, seed: int = 0) -> CalibrationReport:
@@ -176,7 +186,7 @@ def fit(recording: Recording, holdout: float = 0.3, seed: int = 0) -> Calibratio
     temperatures = fit_temperatures(fitted_on.confidence_logits, fitted_on.survival)
     gamma = len(temperatures)
     identity = [1.0] * gamma
-    notes = [f"T_{k + 1} stays 1: no other improves position {k + 1}" for k in range(gamma) if temperatures[k] == 1]
+    notes = [f"T_{k + 1} stays 1: no other is better at position {k + 1}" for k in range(gamma) if temperatures[k] == 1]
     notes += [
         f"T_{k + 1} is at the edge of the search" for k in range(gamma) if temperatures[k] in (min(GRID), max(GRID))
     ]

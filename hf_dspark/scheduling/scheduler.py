@@ -21,7 +21,7 @@ import torch
 # Parking: rounds over which drafting is judged, and rounds without drafts after it lost (they double up to the limit).
 PROBE_ROUNDS = 8
 PARKED_ROUNDS, MOST_PARKED_ROUNDS = 16, 256
-# A device may multiply c_1 · … · c_j in another order for each j, so a_j can rise by rounding.
+# By how much a_j may rise along a row: a device may multiply c_1 · … · c_j in another order for each j.
 ROUNDING = 1e-3
 
 
@@ -107,22 +107,19 @@ class PrefixScheduler:
             ValueError: survivals that are not probabilities or rise along a row, or a negative budget.
         """
         a = _survival(survival)
-        num_rows, gamma = a.shape
+        num_rows = len(a)
         if num_rows == 0:
             return []
         if budget is None and self.lagged:
             budget = self.budget()
         elif budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, Integral)) or budget < 0):
             raise ValueError(f"`budget` must be a whole number of drafts, 0 or more, got {budget!r}.")
-        # Stable, so ties go to the lower row, and in a row to the earlier slot: what is kept is always a prefix.
-        ordered, order = a.flatten().sort(descending=True, stable=True)
         if budget is None:
-            theta = self._theta(ordered, num_rows, gamma)
+            theta = self._theta(a)
             budget = _early_stop(theta, self.min_gain)
             if not self.lagged:
                 self._judge(float(theta[budget]), float(theta[0]), num_rows)
-        kept = order[: int(budget)] // gamma
-        return torch.bincount(kept, minlength=num_rows).tolist()
+        return allocate(a, int(budget)).tolist()
 
     def update(self, survival: Any) -> None:
         """Lagged mode: take the survivals [R, γ] of a round that is over. Rows need not be those of other rounds.
@@ -135,7 +132,7 @@ class PrefixScheduler:
         num_rows, gamma = a.shape
         if num_rows == 0:
             return
-        theta = self._theta(a.flatten().sort(descending=True).values, num_rows, gamma)
+        theta = self._theta(a)
         best = int((theta == theta.max()).nonzero()[0])  # the fewest drafts, where several numbers are equally good
         before = num_rows * gamma if self._per_row is None else min(num_rows * gamma, round(num_rows * self._per_row))
         budget = best if theta[best] >= theta[before] * (1 + self.min_gain) else before
@@ -158,8 +155,10 @@ class PrefixScheduler:
         if not self.lagged:
             raise ValueError(f"`{method}()` belongs to the lagged mode. Make the scheduler with `lagged=True`.")
 
-    def _theta(self, ordered: torch.Tensor, num_rows: int, gamma: int) -> torch.Tensor:
-        """Θ [Rγ + 1] of verifying the first 0, 1, … drafts of `ordered` [Rγ]."""
+    def _theta(self, a: torch.Tensor) -> torch.Tensor:
+        """Θ [Rγ + 1] of verifying the 0, 1, … drafts most likely to survive."""
+        num_rows, gamma = a.shape
+        ordered = a.flatten().sort(descending=True).values
         tau = torch.cat((ordered.new_zeros(1), ordered.cumsum(0))) + num_rows
         key = num_rows, gamma
         if key not in self._speeds:
@@ -185,6 +184,19 @@ class PrefixScheduler:
             self._parked = self._next_parking
             self._next_parking = min(2 * self._next_parking, MOST_PARKED_ROUNDS)
         self._gains.clear()
+
+
+def allocate(survival: torch.Tensor, budget: int | torch.Tensor) -> torch.Tensor:
+    """Verify lengths [R] that give `budget` drafts to those most likely to survive.
+
+    Ties go to the lower row, and in a row to the earlier slot. Every step has a fixed shape and nothing is read back,
+    so it can be part of a CUDA graph; `budget` may be a tensor on the device of `survival` [R, γ].
+    """
+    num_rows, gamma = survival.shape
+    # A device may multiply c_1 · … · c_j in another order for each j, so a_j can rise by rounding.
+    order = survival.cummin(dim=1).values.flatten().argsort(descending=True, stable=True)
+    kept = torch.arange(num_rows * gamma, device=survival.device) < budget
+    return torch.zeros(num_rows, dtype=torch.long, device=survival.device).scatter_add(0, order // gamma, kept.long())
 
 
 def _survival(survival: Any) -> torch.Tensor:

@@ -9,7 +9,15 @@ import torch
 import checks
 import tiny
 from hf_dspark.evaluation.metrics import auroc, ece
-from hf_dspark.scheduling.calibration import Recording, _token_ids, calibrate, fit, fit_temperatures, record_rounds
+from hf_dspark.scheduling.calibration import (
+    GRID,
+    Recording,
+    _token_ids,
+    calibrate,
+    fit,
+    fit_temperatures,
+    record_rounds,
+)
 
 SIZE, GAMMA = 8, 3
 TRUE = [1.8, 0.6, 1.0, 2.5]
@@ -50,6 +58,23 @@ def test_positions_are_fitted_from_left_to_right():
     # A position makes up for what an earlier one could not fix: T_2 is found with T_1 in place, not alone.
     alone = fit_temperatures(logits[:, 1:], survival[:, 1:])
     assert alone[0] != found[1]
+
+
+def test_few_rounds_scatter_less_than_the_lowest_ece_alone():
+    def lowest_ece(logits, survival):
+        found, before = [], torch.ones(len(logits))
+        for j in range(logits.shape[1]):
+            errors = {t: ece(before * (logits[:, j] / t).sigmoid(), survival[:, j]) for t in GRID}
+            found.append(min(GRID, key=errors.get))
+            before = before * (logits[:, j] / found[-1]).sigmoid()
+        return found
+
+    def distance(fit_with):
+        data = [logits_and_survival(600, temperatures=[2.0] * 4, sampled=True, seed=seed) for seed in range(6)]
+        return sum(abs(math.log(t / 2)) for logits, survival in data for t in fit_with(logits, survival)) / 24
+
+    assert distance(fit_temperatures) < 0.3
+    assert distance(fit_temperatures) < 0.75 * distance(lowest_ece)
 
 
 def test_auroc_of_c_is_unchanged_and_reported():
