@@ -72,13 +72,59 @@ def test_no_token_at_all_and_a_token_that_sees_nothing(device):
     assert torch.equal(result, query * 0)
 
 
+def in_parts(monkeypatch, splits, least=16):
+    """Rows are cut into up to `splits` parts of at least `least` slots."""
+    tiles = attention._tiles
+    small = {"splits": splits, "least": least, "block_n": 16}
+    monkeypatch.setattr(attention, "_tiles", lambda *shapes: tiles(*shapes)._replace(**small))
+
+
 @pytest.mark.parametrize("splits", [1, 3, 8])
 @pytest.mark.parametrize("window", [None, 40])
 def test_splits_and_several_blocks_of_tokens(device, monkeypatch, splits, window):
     """The same rows in 1, 3 or 8 parts; 20 tokens of 4 heads need two blocks."""
-    tiles = attention._tiles
-    monkeypatch.setattr(attention, "_tiles", lambda *shapes: tiles(*shapes)._replace(splits=splits))
+    in_parts(monkeypatch, splits)
     compare(case(device, [20, 1, 0], (8, 2), 32, 130, padding=1), 20, window=window)
+
+
+@pytest.mark.parametrize("splits, least", [(4, 16), (3, 48), (16, 16)])
+def test_parts_of_rows_of_all_lengths(device, monkeypatch, splits, least):
+    """Rows of no slot, one slot, exactly full parts and one slot more, in one call, with padded tokens."""
+    in_parts(monkeypatch, splits, least)
+    lengths = [0, 1, 16, 17, 48, 49, 150]
+    query, keys, values, starts, limits = case(device, [2] * len(lengths), (4, 2), 32, 150, padding=5)
+    keys, values = torch.randn_like(keys), torch.randn_like(values)
+    for row, length in enumerate(lengths):
+        keys[row, :, length:] = values[row, :, length:] = float("nan")
+        limits[2 * row], limits[2 * row + 1] = length - 2, length - 1
+    compare((query, keys, values, starts, limits), 2)
+
+
+def test_calls_leave_the_counters_at_zero(device, monkeypatch):
+    """The second call would merge too early, and another shape's too, if the first left a count behind."""
+    in_parts(monkeypatch, 8)
+    counters = attention._counters(torch.empty(0, device=device).device)
+    arguments = case(device, [5, 0, 2], (4, 2), 32, 140, padding=2)
+    first = kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=5)
+    assert not counters.any()
+    assert torch.equal(kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=5), first)
+    compare(case(device, [1], (4, 2), 32, 140), 5)
+    counters[0] = 1  # a count left behind is noticed: the part before the last one merges
+    try:
+        again = kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=5)
+        assert not torch.equal(again, first) or counters.any()
+    finally:
+        counters.zero_()
+
+
+def test_row_is_the_same_bits_in_any_company(device, monkeypatch):
+    in_parts(monkeypatch, 4)
+    arguments = case(device, [3, 4, 2], (4, 2), 32, 120, torch.float16)
+    query, keys, values, starts, limits = arguments
+    alone = torch.tensor([0, 0, 4, 4], dtype=torch.int32, device=device)
+    together = kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=4)
+    result = kernels.ragged_attention(query[3:7], keys, values, alone, limits[3:7], scale=0.3, max_tokens_per_row=4)
+    assert torch.equal(result, together[3:7])
 
 
 def test_workspace_is_shared(device):
