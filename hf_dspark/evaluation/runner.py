@@ -215,10 +215,13 @@ class Runner:
                     gap = None if at is None else self._logit_gap(rows[row] + plain[:at], plain[at], other[at])
                     call["differences"].append({"row": row, "at": at, "logit_gap": gap})
 
-    @torch.no_grad()
     def _logit_gap(self, prefix: list[int], first: int, second: int) -> float:
         """How far the target's logit of the worse of two tokens is below its best; small means a near tie."""
-        logits = self.target(torch.tensor([prefix], device=self.target.device)).logits[0, -1].float()
+        # generate() asks for the logits of the last position only, a forward call would make those of all.
+        output = self.target.generate(
+            **self._pad([prefix]), max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+        )
+        logits = output.logits[0][0].float()
         return float(logits.max() - torch.minimum(logits[first], logits[second]))
 
 

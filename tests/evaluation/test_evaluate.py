@@ -139,6 +139,14 @@ def test_sweeps_and_comparison_rows(draft):
     }  # fmt: skip
 
 
+def test_a_draft_without_markov_and_confidence_head():
+    methods = [*plain_methods(compiled=False), *dspark_methods({"dflash": tiny.slot0_draft()})]
+    row = run(None, PROMPTS[:1], methods=methods, settings=Settings(max_new_tokens=13))["overall"]["methods"]["dflash"]
+    assert row["mean_acceptance_length"] == 2.0 and row["acceptance_by_position"][:2] == [1.0, 0.0]
+    assert row["tried_by_position"] == [6, 5, 0, 0]  # no room for a second draft in the last round
+    assert row["confidence_by_position"] is row["threshold_curve"] is row["expected_acceptance_length"] is None
+
+
 def test_sampling_is_not_compared_and_is_repeatable(draft):
     settings = Settings(max_new_tokens=12, sampling={"do_sample": True, "temperature": 1.0, "top_k": 0}, seed=5)
     target = tiny.random_target()
