@@ -1,4 +1,4 @@
-"""`PrefixScheduler`: against brute force, the paper's Appendix A, the lagged mode, gains, parking, arguments."""
+"""`PrefixScheduler`: against brute force, the lagged mode, gains, parking, arguments."""
 
 import itertools
 import math
@@ -7,10 +7,8 @@ import time
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
-from hf_dspark import sampling
 from hf_dspark.scheduling.scheduler import MOST_PARKED_ROUNDS, PARKED_ROUNDS, PROBE_ROUNDS, PrefixScheduler, allocate
 
 
@@ -138,68 +136,6 @@ def test_256_rows_take_less_than_a_millisecond():
     assert 0 < sum(lengths) < 256 * 7
     # The best of 20, as other processes may use the machine.
     assert min(seconds) < 1e-3
-
-
-# ---- Appendix A: a decision to verify x_k must not look at x_k
-
-SPS = {1: 1.0, 2: 0.5, 3: 0.45}
-P, Q, TOKENS = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5]), 6_000
-
-
-def hindsight(scheduler, survival):
-    """The anticipating variant: the best number of drafts by current survivals."""
-    survival = torch.tensor(survival)
-    values = [theta(scheduler.cost_model, survival.tolist(), [n]) for n in range(survival.shape[1] + 1)]
-    return [values.index(max(values))]
-
-
-def lagged(scheduler, survival):
-    lengths = scheduler.schedule(survival)
-    scheduler.update(survival)
-    return lengths
-
-
-def threshold(scheduler, survival):
-    """Static truncation of c_k at 0.5."""
-    c = torch.tensor(survival[0]) / torch.tensor([1.0, *survival[0][:-1]])
-    return [int((c >= 0.5).long().cumprod(0).sum())]
-
-
-def first_tokens(decide, scheduler, seed=0) -> torch.Tensor:
-    """Counts of the first token of rounds whose second draft is promising after x_1 = 0 only."""
-    generator = torch.Generator().manual_seed(seed)
-    drafts = torch.multinomial(Q, TOKENS, replacement=True, generator=generator)
-    own = torch.multinomial(P, TOKENS, replacement=True, generator=generator)
-    uniform = torch.rand(TOKENS, generator=generator)
-    residual = int(sampling.next_distribution(P[None], Q[None]).argmax())  # all of it lies on one token
-    counts = torch.zeros(2)
-    for x, alone, u in zip(drafts.tolist(), own.tolist(), uniform, strict=True):
-        (length,) = decide(scheduler, [[0.8, 0.8 * (0.9 if x == 0 else 0.1)]])
-        if length == 0:
-            token = alone
-        else:
-            accepted = sampling.accept(torch.tensor([[x]]), Q[None, None], P[None, None], u[None, None])
-            token = x if int(accepted) else residual
-        counts[token] += 1
-    return counts
-
-
-def p_value(counts, probabilities):
-    return float(scipy.stats.chisquare(counts.numpy(), TOKENS * np.array(probabilities)).pvalue)
-
-
-def appendix_a(decide, is_lagged):
-    return first_tokens(decide, PrefixScheduler(Table(SPS.get), lagged=is_lagged))
-
-
-def test_appendix_a():
-    right, biased = (0.7, 0.3), (0.85, 0.15)
-    exact = appendix_a(lambda scheduler, a: scheduler.schedule(a), False)
-    assert p_value(exact, right) > 1e-3 and p_value(exact, biased) < 1e-6
-    for decide, is_lagged in ((lagged, True), (threshold, False)):
-        assert p_value(appendix_a(decide, is_lagged), right) > 1e-3
-    anticipating = appendix_a(hindsight, False)
-    assert p_value(anticipating, biased) > 1e-3 and p_value(anticipating, right) < 1e-6
 
 
 # ---- lagged mode
