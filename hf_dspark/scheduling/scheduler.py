@@ -69,9 +69,6 @@ class PrefixScheduler:
         self.min_gain = float(min_gain)
         self._with_rows = "num_rows" in inspect.signature(cost_model.steps_per_second).parameters
         self._speeds: dict[tuple[int, int], torch.Tensor] = {}
-        self._forget()
-
-    def _forget(self) -> None:
         self._budgets: deque[int] = deque(maxlen=2)  # of the last two updates, the older first
         self._per_row: float | None = None  # drafts for each row that the last budget meant
         self._gains: list[float] = []
