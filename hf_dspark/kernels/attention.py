@@ -174,10 +174,10 @@ def _tiles(query: torch.Tensor, keys: torch.Tensor, max_tokens_per_row: int) -> 
     return Tiles(block_m, block_n, splits, least, warps=4, stages=3)
 
 
-@cache
+@cache  # torch.compile looks through it and makes zeros for every call
 def _counters(device: torch.device) -> torch.Tensor:
     """Zeros that every call leaves behind as zeros. One set per device: calls must follow each other."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "The first attention on a device cannot be captured. Call `ragged_attention` once before the capture."
         )
@@ -221,8 +221,7 @@ def ragged_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     lines = triton.next_power_of_2(triton.cdiv(head_dim * keys.element_size(), 128))
     _attend[(tiles.splits, num_kv_heads * blocks, num_rows)](
-        query, keys, values, row_starts, limits, out, partial, statistics,
-        workspace if tiles.splits == 1 else _counters(query.device),
+        query, keys, values, row_starts, limits, out, partial, statistics, _counters(query.device),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         num_tokens, size, scale, softcap or 0.0,
         GROUP=group, HEAD_DIM=head_dim, WINDOW=window or 0, CAPPED=softcap is not None,
