@@ -1,105 +1,103 @@
-"""The ragged engine: each row of a batch gets the text that plain generate gives the batch (float32)."""
+"""What the engine keeps of a pair: built once, grown when needed, rebuilt for changed models, given back."""
 
+import copy
 import random
 
 import pytest
 import torch
 
+import checks
 import tiny
-from hf_dspark.generation import attention, hook
-from hf_dspark.generation.engine import RaggedLoop
-from hf_dspark.generation.record import CallRecord
+from hf_dspark.generation import attention
+from hf_dspark.generation import engine as engine_module
+from hf_dspark.generation.engine import FastPath, engine_of, pack, release
 
-FAMILIES = ("perm", "qwen3", "llama", "mistral", "gemma2")
-DRAFTS = {
-    "full": lambda target: tiny.perm_draft(),
-    "never": lambda target: tiny.bad_draft(),
-    "scripted": lambda target: tiny.scripted_draft([0, 1, 2, 3, 4], 5),
-    "random": tiny.random_draft,
-}
+ROWS = [[3, 5], [9, 41, 7, 20], [12]]
 
 
-@pytest.fixture(autouse=True)
-def ragged(monkeypatch):
-    """generate() with a DSpark draft takes the ragged path."""
-
-    def decode(target, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        record = CallRecord("ragged", "test", 4)
-        draft, mask = kwargs["assistant_model"], kwargs.get("attention_mask")
-        arguments = (input_ids, mask, logits_processor, stopping_criteria, generation_config, record)
-        output = RaggedLoop(target, draft, *arguments).run()
-        if generation_config.return_dict_in_generate:
-            output.speculation = record.stats
-        return output
-
-    monkeypatch.setattr(hook, "decode", decode)
+def run(target, draft, rows=ROWS, **options):
+    return checks.batch_equals_plain(target, draft, rows, **({"max_new_tokens": 12} | options))
 
 
-def make_target(family: str):
-    return tiny.perm_target() if family == "perm" else tiny.random_target(family)
-
-
-def random_batch(rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Left-padded prompts of different lengths and their mask."""
-    rows, width = rng.randint(1, 5), rng.randint(2, 20)
-    ids = torch.tensor([[rng.randint(1, 60) for _ in range(width)] for _ in range(rows)])
-    mask = torch.ones_like(ids)
-    for row in range(rows if rows > 1 else 0):
-        padding = rng.randint(0, width - 1)
-        ids[row, :padding] = mask[row, :padding] = 0
-    return ids, mask
-
-
-def random_options(rng: random.Random) -> dict:
-    options: dict = {"max_new_tokens": rng.randint(1, 25), "do_sample": False, "pad_token_id": 0}
-    if rng.random() < 0.4:
-        options["repetition_penalty"] = 1.2
-    if rng.random() < 0.3:
-        options["no_repeat_ngram_size"] = 3
-    if rng.random() < 0.4:
-        options["eos_token_id"] = [rng.randint(1, 60) for _ in range(8)]
-    return options
-
-
-@pytest.mark.parametrize("chunk", range(6))
-def test_batches_equal_plain(chunk):
-    rng = random.Random(chunk)
-    for _ in range(20):
-        family, draft = rng.choice(FAMILIES), rng.choice(list(DRAFTS))
-        target = make_target(family)
-        ids, mask = random_batch(rng)
-        options = random_options(rng)
-        plain = target.generate(ids, attention_mask=mask, **options)
-        number = {"num_assistant_tokens": rng.randint(1, 4)} if rng.random() < 0.3 else {}
-        output = target.generate(
-            ids,
-            attention_mask=mask,
-            assistant_model=DRAFTS[draft](target),
-            return_dict_in_generate=True,
-            **options,
-            **number,
-        )
-        assert torch.equal(output.sequences, plain), (family, draft, ids.shape, options)
-
-
-def test_rows_accept_different_lengths_and_the_sums_add_up():
+def test_rows_accept_different_lengths():
     target, draft = tiny.perm_target(), tiny.scripted_draft([0, 1, 2, 3, 4], 5)
-    ids = torch.tensor([[3, 5], [9, 41], [12, 8]])
-    output = target.generate(
-        ids, max_new_tokens=30, do_sample=False, assistant_model=draft, return_dict_in_generate=True
-    )
-    rounds = output.speculation.rounds
-    for row in range(3):
-        assert output.sequences[row, 2:].tolist() == tiny.chain(int(ids[row, -1]), 30)
-        committed = sum(r.num_committed for r in rounds if r.row == row)
-        assert committed == 29
-    assert len({tuple(r.accepted for r in rounds if r.row == row) for row in range(3)}) > 1
+    new, stats, _ = run(target, draft, [[3, 5], [9, 41], [12, 8]], max_new_tokens=30)
+    assert new == [tiny.chain(token, 30) for token in (5, 41, 8)]
+    assert len({tuple(r.accepted for r in stats.rounds if r.row == row) for row in range(3)}) > 1
+
+
+def test_one_engine_serves_calls_of_any_shape():
+    target, draft = copy.deepcopy(tiny.perm_target()), tiny.perm_draft()
+    run(target, draft)
+    engine = engine_of(target, draft)
+    for rows in (ROWS, ROWS[:1], ROWS * 3, [[7] * 30] * 2):
+        run(target, draft, rows, **({"cache_implementation": "static"} if len(rows) == 1 else {}))
+    assert engine_of(target, draft) is engine
+
+
+def test_buffers_grow_with_rows_and_length_and_keep_the_text_of_the_call(monkeypatch):
+    """Room that runs out in the middle of a call is made then; what the rows hold is kept."""
+    monkeypatch.setattr(engine_module, "FIRST_SLOTS", 64)
+    table = tiny.one_hot_table(tiny.NEXT, 80.0)
+    target = tiny.table_target(table, layers=1, max_position_embeddings=4096)
+    draft, sizes = tiny.perm_draft(taps=(0,), max_position_embeddings=4096), []
+    for rows, new in ((ROWS[:2], 12), (ROWS * 3, 12), (ROWS[:2], 700), (ROWS * 3, 12)):
+        options = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        ids = target.generate(**checks.batch(rows), assistant_model=draft, **options)
+        assert ids[:, -new:].tolist() == [tiny.chain(row[-1], new) for row in rows]
+        sizes.append(engine_of(target, draft).num_bytes)
+    assert sizes[0] < sizes[1] < sizes[2] <= sizes[3]
+
+
+def test_each_target_and_each_draft_has_its_own():
+    """Pairs in turn do not push each other out, and releasing one target leaves the text of the others."""
+    targets = [copy.deepcopy(tiny.perm_target()) for _ in range(2)]
+    drafts = [tiny.perm_draft() for _ in range(2)]
+    pairs = [(target, draft) for target in targets for draft in drafts]
+    for pair in pairs:
+        run(*pair)
+    engines = [engine_of(*pair) for pair in pairs]
+    assert len(set(map(id, engines))) == 4
+    for pair in pairs:
+        run(*pair)
+    assert all(engine_of(*pair) is engine for pair, engine in zip(pairs, engines, strict=True))
+    release(targets[0])
+    for pair in pairs:
+        run(*pair)
+
+
+def test_a_copy_of_a_draft_starts_without_engines():
+    target, draft = copy.deepcopy(tiny.perm_target()), tiny.perm_draft()
+    run(target, draft)
+    other = copy.deepcopy(draft)
+    assert engine_of(target, other) is not engine_of(target, draft)
+    run(target, other)
 
 
 def test_the_target_is_left_alone():
-    target, draft = tiny.perm_target(), tiny.perm_draft()
-    before = {name: tensor.data_ptr() for name, tensor in target.state_dict().items()}
-    target.generate(torch.tensor([[3, 5], [9, 41]]), max_new_tokens=9, do_sample=False, assistant_model=draft)
-    assert {name: tensor.data_ptr() for name, tensor in target.state_dict().items()} == before
+    target, draft = copy.deepcopy(tiny.perm_target()), tiny.perm_draft()
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    run(target, draft)
+    after = target.state_dict()
+    assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
     assert target.config._attn_implementation != attention.NAME
     assert not any(hasattr(module, "ragged_cache") for module in target.modules())
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_pack_covers_every_prompt_in_order(chunk):
+    rng = random.Random(chunk)
+    for _ in range(30):
+        lengths = [rng.randint(1, 20) for _ in range(rng.randint(1, 6))]
+        groups = pack(lengths, chunk)
+        assert all(sum(count for _, _, count in group) <= chunk for group in groups)
+        spans = [span for group in groups for span in group]
+        places = [(row, start + i) for row, start, count in spans for i in range(count)]
+        assert places == [(row, i) for row, length in enumerate(lengths) for i in range(length)]
+
+
+def test_options_of_the_fast_path_change_nothing_but_speed():
+    target, draft = copy.deepcopy(tiny.random_target("gemma2")), tiny.random_draft()
+    for fuse in (True, False, True):
+        draft.fast_path = FastPath(fuse_projections=fuse)
+        run(target, draft)

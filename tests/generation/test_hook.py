@@ -73,7 +73,6 @@ REFUSED = {
     "prompt lookup": ({"prompt_lookup_num_tokens": 3}, ["prompt_lookup_num_tokens"]),
     "early exit": ({"assistant_early_exit": 2}, ["assistant_early_exit"]),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, ["assistant_ensemble_weight", "0.5"]),
-    "static": ({"cache_implementation": "static"}, ["cache_implementation", "static"]),
     "offloaded static": ({"cache_implementation": "offloaded_static"}, ["cache_implementation", "offloaded_static"]),
     "deprecated name of static": ({"cache_implementation": "sliding_window"}, ["tatic"]),
     "other speculation": ({"speculation_type": "dflash"}, ["speculation_type", "dflash"]),
