@@ -144,7 +144,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         positions = positions.to(self.device)
         hidden = self.hidden_norm(self.fc(features))
         rope = self.rotary_emb(hidden, positions)
-        context.append(self.layers, self._project_context(hidden), rope)
+        context.append(self.layers, self.project_context(hidden), rope)
 
     def forward(
         self,
@@ -178,11 +178,11 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             hidden = layer(hidden, rope, context.layer(i))
         return self.norm(hidden[:, -self.config.num_draft_tokens :])
 
-    def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
-        """U_k [..., V_draft], float32, of backbone states [..., H]."""
+    def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary, raw: bool = False) -> torch.Tensor:
+        """U_k [..., V_draft] of backbone states [..., H]: float32, or with `raw` as the head gives them if it can be."""
         logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)
-        logits = fit_vocabulary(logits.float(), self.config.vocab_size)
         cap = self.config.final_logit_softcapping
+        logits = fit_vocabulary(logits if raw and cap is None else logits.float(), self.config.vocab_size)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def propose(
@@ -216,14 +216,14 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         # Gemma rounds the factor to the dtype of the embeddings.
         return embedded * float(torch.tensor(self.config.embedding_scale, dtype=embedded.dtype))
 
-    def _project_context(self, hidden: torch.Tensor) -> torch.Tensor:
+    def project_context(self, hidden: torch.Tensor) -> torch.Tensor:
         """Key and value projections of all layers: one product, unless a layer is more than a plain `nn.Linear`."""
         linears = [linear for layer in self.layers for linear in layer.self_attn.key_value_projections()]
         if all(is_plain(linear) for linear in linears):
-            return F.linear(hidden, *self._context_projection(linears))
+            return F.linear(hidden, *self.context_projection(linears))
         return torch.cat([linear(hidden).to(hidden.device) for linear in linears], dim=-1)
 
-    def _context_projection(self, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def context_projection(self, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the key and value projections of all layers as one matrix.
 
         The layers' own weights are made views of the matrix, so it costs no memory and follows every in-place change.

@@ -80,15 +80,20 @@ class Proposer:
         draft, size = self.draft, self.draft.config.block_size
         input_ids = input_ids.to(draft.device)
         anchors = torch.as_tensor(position, device=draft.device).reshape(-1, 1)
-        backbone = self.backbone(context, input_ids[:, -1], anchors + torch.arange(size, device=draft.device))
+        block_ids = input_ids.new_full((input_ids.shape[0], size), draft.config.mask_token_id)
+        block_ids[:, 0] = input_ids[:, -1]
+        backbone = self.backbone(context, block_ids, anchors + torch.arange(size, device=draft.device))
         return self.walk(backbone, input_ids, choose)
 
-    def backbone(self, context: Context, anchors: torch.Tensor, positions: torch.Tensor) -> BackboneOutput:
-        """The parallel stage: blocks `[x_0, MASK, ...]` of `anchors` [B] at `positions` [1 or B, block_size]."""
-        config = self.draft.config
-        block_ids = anchors.new_full((anchors.shape[0], config.block_size), config.mask_token_id)
-        block_ids[:, 0] = anchors
-        return self.draft(block_ids, positions, context, self.vocabulary)
+    def backbone(
+        self, context: Context, block_ids: torch.Tensor, positions: torch.Tensor, raw: bool = False
+    ) -> BackboneOutput:
+        """The parallel stage: blocks `[x_0, MASK, ...]` [B, block_size] at `positions` [1 or B, block_size].
+
+        raw: leave the logits in the head's dtype where nothing is left to be computed with them.
+        """
+        hidden = self.draft.run_block(block_ids, positions, context, self.vocabulary)
+        return BackboneOutput(hidden, self.draft.base_logits(hidden, self.vocabulary, raw))
 
     def walk(self, backbone: BackboneOutput, input_ids: torch.Tensor, choose: Choose) -> DraftBlock:
         """The sequential stage, with any way to choose a token; `input_ids` [B, t] ends with the anchors."""

@@ -107,7 +107,7 @@ class Engine:
         self.twin = Twin(target, self._cache, draft.config.target_layer_ids)
         twin = draft_twin(draft)
         self._context = RaggedContext(twin.config, 1, 16, draft.device, draft.dtype)
-        self._fused = fuse.Fused(self.twin.model, twin) if options.fuse_projections else None
+        self._fused = fuse.Fused(self.twin.model, twin, options.fuse_projections)
         self._fingerprint = fingerprint(target), fingerprint(draft)
         self.proposer = Proposer(twin, share_vocabulary(twin.config, self.twin.model))
         self._compiled = fuse.Compiled(self.twin, twin) if options.compile else None
@@ -138,14 +138,15 @@ class Engine:
         with self.lock:
             self._graphs.clear()
             self._rounds.clear()
-            if self._fused is not None:
-                self._fused.undo()
+            self._fused.undo()
 
     def rounds(self, num_rows: int) -> Rounds:
         """State for `num_rows` rows, a power of two."""
         if num_rows not in self._rounds:
             with torch.inference_mode(False):
-                self._rounds[num_rows] = Rounds(self.twin, self.proposer, self._context, num_rows)
+                self._rounds[num_rows] = Rounds(
+                    self.twin, self.proposer, self._context, num_rows, self._options.compile
+                )
         return self._rounds[num_rows]
 
     def reserve(self, num_rows: int, slots: int) -> None:

@@ -2,16 +2,40 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .. import kernels
 from ..modeling_dspark import DSparkForCausalLM, is_plain
 from .twin import Twin
 
 QUERY_KEY_VALUE, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+FEW_ROWS = 16  # up to here the kernel beats the library (benchmarks/kernels_h200.json)
 RECOMPILE_LIMIT = 64  # of one layer's code, over all models of a process
+
+
+@torch.library.custom_op("hf_dspark::linear", mutates_args=())
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear`, for few rows of half precision on CUDA by the kernel that streams the weights."""
+    rows = x.numel() // x.shape[-1]
+    if rows > FEW_ROWS or not x.is_cuda or x.dtype == torch.float32 or not kernels.use_kernels(x):
+        return F.linear(x, weight, bias)
+    return kernels.linear(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+@linear.register_fake
+def _(x, weight, bias):
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+class StreamedLinear(nn.Linear):
+    """What the plain linear layers of a twin become."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class _Outputs:
@@ -29,7 +53,7 @@ class FusedFirst(nn.Module):
         self.sizes, self.outputs = sizes, outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.outputs.parts = F.linear(x, self.fused_weight, self.fused_bias).split(self.sizes, dim=-1)
+        self.outputs.parts = linear(x, self.fused_weight, self.fused_bias).split(self.sizes, dim=-1)
         return self.outputs.parts[0]
 
 
@@ -45,18 +69,25 @@ class FusedNext(nn.Module):
 
 
 class Fused:
-    """Query, key and value (and gate and up) projections of the twins, each group as one product.
+    """Linear layers of the twins, as few products as the weights' order allows, each streaming its weights once.
 
-    The weights become views of the fused matrix, in the twin and in the model that shares them: memory and values stay
-    as they are. Of the draft only gate and up: its keys and values are fused already, over all layers.
+    Query, key and value (and gate and up) projections become one product a group, and their weights views of one
+    matrix, in the twin and in the model that shares them: memory and values stay as they are.
     """
 
-    def __init__(self, target: nn.Module, draft: nn.Module):
+    def __init__(self, target: nn.Module, draft: DSparkForCausalLM, projections: bool):
         self._weights: list[nn.Parameter] = []
-        for model, groups in ((target, (QUERY_KEY_VALUE, GATE_UP)), (draft, (GATE_UP,))):
-            for module in list(model.modules()):
-                for names in groups:
-                    self._fuse(module, names)
+        if projections:
+            for module in list(target.modules()):
+                self._fuse(module, QUERY_KEY_VALUE)
+                self._fuse(module, GATE_UP)
+            for layer in draft.layers:
+                self._fuse(layer.mlp, GATE_UP)
+        self._fuse_context(draft)
+        for model in (target, draft):
+            for module in model.modules():
+                if is_plain(module):
+                    module.__class__ = StreamedLinear
 
     def _fuse(self, module: nn.Module, names: tuple[str, ...]) -> None:
         linears = [linear for name in names if is_plain(linear := getattr(module, name, None))]
@@ -66,18 +97,29 @@ class Fused:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if len(biases) not in (0, len(linears)) or any(type(weight) is not nn.Parameter for weight in weights):
             return
-        sizes = [linear.out_features for linear in linears]
         # Parameters that were made views in inference mode could never be trained again.
         with torch.inference_mode(False), torch.no_grad():
             weight = torch.cat([weight.detach() for weight in weights])
-            for parameter, view in zip(weights, weight.split(sizes), strict=True):
+            for parameter, view in zip(weights, weight.split([len(w) for w in weights]), strict=True):
                 parameter.data = view
             bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self._weights += weights
-        outputs = _Outputs()
-        setattr(module, names[0], FusedFirst(weight, bias, sizes, outputs))
-        for i, name in enumerate(names[1:], start=1):
-            setattr(module, name, FusedNext(i, outputs))
+        _replace(module, names, weight, bias)
+
+    def _fuse_context(self, draft: DSparkForCausalLM) -> None:
+        """The draft keeps keys and values of all layers in one matrix already; each layer's part of it is a product."""
+        layers = [layer.self_attn for layer in draft.layers]
+        linears = [linear for layer in layers for linear in layer.key_value_projections()]
+        if not all(is_plain(linear) for linear in linears):
+            return
+        weight, bias = draft.context_projection(linears)
+        setattr(draft, "project_context", partial(linear, weight=weight, bias=bias))  # noqa: B010 (a method)
+        if len(linears) == len(layers):  # values are keys: one projection a layer
+            return
+        size = len(weight) // len(layers)
+        for i, layer in enumerate(layers):
+            part = slice(i * size, (i + 1) * size)
+            _replace(layer, ("k_proj", "v_proj"), weight[part], None if bias is None else bias[part])
 
     def undo(self) -> None:
         """Give every weight memory of its own again."""
@@ -85,6 +127,14 @@ class Fused:
             for parameter in self._weights:
                 parameter.data = parameter.data.clone()
         self._weights.clear()
+
+
+def _replace(module: nn.Module, names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    sizes = [getattr(module, name).out_features for name in names]
+    outputs = _Outputs()
+    setattr(module, names[0], FusedFirst(weight, bias, sizes, outputs))
+    for i, name in enumerate(names[1:], start=1):
+        setattr(module, name, FusedNext(i, outputs))
 
 
 class Compiled:
@@ -96,6 +146,8 @@ class Compiled:
             child for child in base.children() if "Norm" in type(child).__name__ or "Rotary" in type(child).__name__
         ]
         self._modules = [*target.layers, *parts, *draft.layers, draft.norm, draft.hidden_norm, draft.rotary_emb]
+        if draft.confidence_head is not None:
+            self._modules.append(draft.confidence_head)
         self._compiled = [torch.compile(module.forward, fullgraph=True) for module in self._modules]
 
     @contextmanager

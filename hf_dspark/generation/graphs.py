@@ -1,7 +1,7 @@
 """CUDA graphs: a function of fixed buffers is recorded once and replayed as one launch."""
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,12 +33,8 @@ class Graphs:
 
     def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         with torch.profiler.record_function("warmup"), self._idle(), self._prepared():
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # compiles, tunes and allocates
-                    function()
-            torch.cuda.current_stream().wait_stream(stream)
+            for _ in range(2):  # compiles, tunes and allocates
+                function()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads may allocate meanwhile.
@@ -52,7 +48,3 @@ class Graphs:
     def clear(self) -> None:
         self._recorded.clear()
         self._pool = None
-
-
-def nothing() -> AbstractContextManager:
-    return nullcontext()

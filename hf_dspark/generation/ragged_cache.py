@@ -5,7 +5,7 @@ limit, and what lies behind is overwritten. The last row of every store is a spa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +19,7 @@ from .ragged_attention import ragged_attention
 SPARE = -1
 
 
-@dataclass(frozen=True)
-class FlatTokens:
+class FlatTokens(NamedTuple):
     """Which row and position each token of the flat axis has; tokens of a row are neighbours, rows in order.
 
     Attributes:

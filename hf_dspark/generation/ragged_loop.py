@@ -4,6 +4,7 @@ All verify tokens of a round lie on one flat axis and ended rows leave it, so th
 """
 
 import struct
+import threading
 import time
 from typing import Any
 
@@ -25,6 +26,8 @@ from .verify import verify
 from .warpers import Warpers
 
 UNLIMITED = 2**40
+# Kernels that meet in a counter of their device, and recordings, must not overlap; threads take turns round by round.
+TURN = threading.Lock()
 
 
 class RowProcessors(LogitsProcessorList):
@@ -112,14 +115,11 @@ class RaggedLoop:
         """Generate; sequences are padded on the right as plain generate() pads them."""
         self.record.set_captured(not self.engine.uncaptured)
         with torch.no_grad():
-            self._prefill()
+            with TURN:
+                self._prefill()
             while active := [row for row in self.rows if not row.transcript.stopped]:
-                self._reserve(max(row.length for row in active))
-                started = time.perf_counter()
-                if self.warpers is None:
-                    self._host_round(active, started)
-                else:
-                    self._device_round(active, started)
+                with TURN:
+                    self._round(active)
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
@@ -180,6 +180,14 @@ class RaggedLoop:
             rounds.seed.copy_(torch.randint(2**62, (1,)))
 
     # ---- rounds
+
+    def _round(self, active: list[Row]) -> None:
+        self._reserve(max(row.length for row in active))
+        started = time.perf_counter()
+        if self.warpers is None:
+            self._host_round(active, started)
+        else:
+            self._device_round(active, started)
 
     def _device_round(self, active: list[Row], started: float) -> None:
         options, rounds = self.policy.options, self.rounds

@@ -1,0 +1,105 @@
+"""The ragged path on a CUDA device: recorded rounds give the tokens of the uncaptured ones and of plain generate."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+import tiny
+from hf_dspark.generation.engine import FastPath
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DRAFTS = {
+    "full": lambda target: tiny.perm_draft(),
+    "never": lambda target: tiny.bad_draft(),
+    "scripted": lambda target: tiny.scripted_draft([0, 1, 2, 3, 4], 5),
+    "random": tiny.random_draft,
+    "rnn": lambda target: tiny.random_draft(target, head="rnn"),
+}
+FAST_PATHS = {
+    "whole": FastPath(),
+    "eager layers": FastPath(compile=False, fuse_projections=False),
+    "uncaptured": FastPath(capture=False),
+}
+
+
+def padded_batch(rng: random.Random, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = rng.randint(2, 40)
+    ids = torch.tensor([[rng.randint(1, 60) for _ in range(width)] for _ in range(rows)])
+    mask = torch.ones_like(ids)
+    for row in range(rows if rows > 1 else 0):
+        padding = rng.randint(0, width - 1)
+        ids[row, :padding] = mask[row, :padding] = 0
+    return ids.cuda(), mask.cuda()
+
+
+def pair(family: str, draft: str):
+    target = tiny.perm_target() if family == "perm" else tiny.random_target(family)
+    return copy.deepcopy(target).cuda(), copy.deepcopy(DRAFTS[draft](target)).cuda()
+
+
+@pytest.mark.parametrize("fast_path", FAST_PATHS)
+@pytest.mark.parametrize("family", ["perm", "qwen3", "mistral", "gemma2"])
+def test_greedy_tokens_equal_plain(family, fast_path):
+    rng = random.Random(family)
+    for name in ("scripted", "random") if fast_path == "whole" else DRAFTS:
+        target, draft = pair(family, name)
+        draft.fast_path = FAST_PATHS[fast_path]
+        for rows in (1, 3, 1, 5) if name == "scripted" else (2,):
+            ids, mask = padded_batch(rng, rows)
+            options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+            plain = target.generate(ids, **options)
+            output = target.generate(
+                ids, assistant_model=draft, cache_implementation="static", return_dict_in_generate=True, **options
+            )
+            assert torch.equal(output.sequences, plain), (name, rows)
+            assert output.speculation.path == "ragged"
+            assert output.speculation.captured == (fast_path != "uncaptured"), output.speculation.reason
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "temperature": 0.7}, {"min_p": 0.1}, {}])
+def test_recorded_samples_equal_uncaptured_ones(options):
+    target, draft = pair("qwen3", "random")
+    ids, mask = padded_batch(random.Random(0), 3)
+    texts = []
+    for fast_path in FAST_PATHS.values():
+        draft.fast_path = fast_path
+        torch.manual_seed(3)
+        texts.append(
+            target.generate(
+                ids, attention_mask=mask, assistant_model=draft, do_sample=True, max_new_tokens=30, pad_token_id=0,
+                **({"top_k": 0} | options),
+            )
+        )  # fmt: skip
+    assert torch.equal(texts[1], texts[2])
+    assert texts[0].shape == texts[1].shape
+
+
+def test_processors_between_the_graphs():
+    target, draft = pair("qwen3", "scripted")
+    ids, mask = padded_batch(random.Random(1), 3)
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    options |= {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    plain = target.generate(ids, **options)
+    assert torch.equal(target.generate(ids, assistant_model=draft, **options), plain)
+
+
+def test_caches_grow_in_the_middle_of_a_text():
+    target, draft = pair("perm", "full")
+    ids = torch.tensor([[5, 17]], device="cuda")
+    options = {"max_new_tokens": 1500, "do_sample": False}
+    output = target.generate(ids, assistant_model=draft, cache_implementation="static", **options)
+    assert output[0, 2:].tolist() == tiny.chain(17, 1500)
+
+
+def test_captures_do_not_grow_with_prompts():
+    target, draft = pair("perm", "scripted")
+    for length in range(2, 14):
+        ids = torch.randint(1, 60, (1, length), device="cuda")
+        target.generate(ids, assistant_model=draft, cache_implementation="static", max_new_tokens=20, do_sample=False)
+    (engine,) = draft._engines.of_target.values()
+    assert len(engine._graphs) == 1
