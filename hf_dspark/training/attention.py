@@ -40,6 +40,11 @@ def dense_mask(rule: Rule, rows: int, queries: int, keys: int, device: torch.dev
     return rule(row[:, None, None], row.new_zeros(()), query[:, None], key).unsqueeze(1)
 
 
+def uses_flex(device: torch.device) -> bool:
+    """flex_attention has a backward on CUDA only."""
+    return device.type == "cuda"
+
+
 class BlockContext:
     """A draft's memory (`Context`) while it trains: B sequences, A blocks each.
 
@@ -55,7 +60,7 @@ class BlockContext:
         queries = self.num_blocks * block_size
         sizes = (self.num_rows, queries, queries + length)
         self.mask: torch.Tensor | BlockMask
-        if anchor_positions.device.type == "cuda":
+        if uses_flex(anchor_positions.device):
             self.mask = create_block_mask(rule, sizes[0], None, *sizes[1:], device=anchor_positions.device)
         else:
             self.mask = dense_mask(rule, *sizes, device=anchor_positions.device)

@@ -148,4 +148,5 @@ def _confidence_logits(draft: DSparkForCausalLM, prev_ids: torch.Tensor, hidden:
     if head is None:
         return None
     embedding = draft.markov_head.embed(prev_ids) if head.with_markov and draft.markov_head is not None else None
-    return head(hidden, embedding)
+    with torch.autocast(hidden.device.type, enabled=False):  # float32, as in inference
+        return head(hidden, embedding)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 import tiny
 from hf_dspark import training
@@ -148,6 +148,17 @@ def test_eager_attention_agrees(draft):
     draft.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
         training.forward_blocks(draft, *inputs)
+
+
+def test_flex_attention_agrees(draft, monkeypatch):
+    """Its forward runs uncompiled on the CPU: same mask, same order of keys, same groups of heads."""
+    inputs, _ = batch(draft)
+    expected = training.forward_blocks(draft, *inputs).draft_logits
+    monkeypatch.setattr(training.attention, "uses_flex", lambda device: True)
+    monkeypatch.setattr(training.attention, "_compiled_flex", lambda: flex_attention)
+    with torch.no_grad():
+        found = training.forward_blocks(draft, *inputs).draft_logits
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 def test_shapes_are_checked(draft):
