@@ -1,4 +1,4 @@
-"""ROLLBACK and NUMERIC: rejected tokens leave every kind of cache without a trace."""
+"""ROLLBACK and NUMERIC: rejected tokens leave every kind of cache without a trace, on both paths."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ import checks
 import oracle
 import tiny
 from hf_dspark._compat import CACHE_KEY
+from hf_dspark.generation.ragged_cache import RaggedStore
 
 PROMPT = [7, 21, 40, 3, 9, 30, 12, 50, 41, 5]
 SLIDING = ("qwen3_sliding", "mistral", "gemma2", "gemma3_text")
@@ -96,6 +97,63 @@ def test_layers_with_a_state_instead_of_keys(family, options):
         assert stats.num_accepted > 0
     else:
         assert (stats.path, stats.num_rounds) == ("target_only", 0) and "rolled back" in stats.reason
+
+
+@pytest.mark.parametrize("family", SLIDING)
+@pytest.mark.parametrize("window,gamma", [(16, 4), (3, 7), (2, 4)])
+def test_rollback_2_sliding_windows_on_the_ragged_path(family, window, gamma):
+    """The text crosses the window, the window is smaller than the block, prompts are shorter and longer than it."""
+    target = tiny.random_target(family, layers=4, sliding_window=window)
+    text = checks.plain(target, PROMPT, max_new_tokens=28)[0].tolist()
+    config, tensors = tiny.guided_files(patterned(text, len(PROMPT), [1, 4, 0, 2, 3], gamma), gamma=gamma, taps=(0, 2))
+    draft, static = tiny.load_draft(config, tensors), {"cache_implementation": "static"}
+    _, stats, _ = checks.batch_equals_plain(target, draft, [PROMPT], max_new_tokens=28, **static)
+    assert 0 < stats.num_accepted < stats.num_verified
+    checks.rounds_match(stats, oracle.Oracle(config, tensors), target, text)
+    checks.batch_equals_plain(target, draft, [PROMPT, PROMPT[:2], PROMPT * 2], max_new_tokens=28)
+
+
+@pytest.mark.parametrize("family", ["qwen3", *SLIDING])
+@pytest.mark.parametrize("accepted", range(5))
+def test_rollback_4_logits_after_a_round_are_those_of_the_committed_prefix(family, accepted):
+    """After a round that accepts 0..γ drafts, the logits of what follows equal those of the whole text at once."""
+    target = tiny.random_target(family, layers=4)
+    text = checks.plain(target, PROMPT, max_new_tokens=30)[0].tolist()
+    table = patterned(text, len(PROMPT), [accepted, 0, accepted])
+    draft = tiny.markov_draft(table, taps=(0, 2))
+    options = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 16}
+    for rows in ([PROMPT], [PROMPT[3:], PROMPT]):
+        more = {"cache_implementation": "static"} if len(rows) == 1 else {}
+        _, _, output = checks.batch_equals_plain(target, draft, rows, **options, **more)
+        with torch.no_grad():
+            whole = target(checks.tensor(text[: len(PROMPT) + 16])).logits[0, len(PROMPT) - 1 : -1]
+        found = torch.stack(output.logits)[:, len(rows) - 1]
+        torch.testing.assert_close(found, whole, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding"])
+def test_the_stale_part_of_the_ragged_cache_never_reaches_attention(family, monkeypatch):
+    """Invariant 7: whatever lies behind a row's tokens, and in the spare row, is large numbers each time."""
+    target = tiny.random_target(family, layers=3)
+    text = checks.plain(target, PROMPT)[0].tolist()
+    draft = tiny.markov_draft(patterned(text, len(PROMPT), [1, 4, 0, 2]), taps=(0, 2))
+    original, poisoned = RaggedStore.add, []
+
+    def add(store, tokens, keys, values):
+        stores = original(store, tokens, keys, values)
+        for row in range(stores[0].shape[0]):
+            mine = tokens.positions[tokens.rows == row] if row < store.num_rows else tokens.positions[:0]
+            if len(mine) or row == store.num_rows:
+                start = int(mine.max()) + 1 if len(mine) else 0
+                for states in stores:
+                    states[row, :, start:] = 1e4
+                    poisoned.append(states[row, :, start:].numel())
+        return stores
+
+    monkeypatch.setattr(RaggedStore, "add", add)
+    checks.batch_equals_plain(target, draft, [PROMPT], cache_implementation="static")
+    checks.batch_equals_plain(target, draft, [PROMPT, PROMPT[:3], text[:15]])
+    assert sum(poisoned) > 0
 
 
 def test_a_cache_that_cannot_be_rolled_back_still_gives_the_text():
