@@ -76,7 +76,7 @@ def parts(run: Run) -> dict[str, float]:
     inputs, logits = run.inputs(batch, "0")
 
     def backbone():
-        with run.accelerator.autocast():
+        with run.objective.autocast():
             return forward_blocks(run.draft, *inputs, lazy=True)
 
     def with_backward():

@@ -12,6 +12,7 @@ output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)
 Importing the package claims DSpark checkpoints for the Auto classes and installs one hook in generate().
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import auto
@@ -54,9 +55,11 @@ hook.install()
 
 
 def __getattr__(name: str) -> Any:
-    # Calibration sits on top of evaluation, which uses the names above.
+    # Calibration and training sit on top of the names above.
     if name == "calibrate":
         from .scheduling.calibration import calibrate
 
         return calibrate
+    if name == "training":
+        return importlib.import_module(".training", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -105,7 +105,11 @@ def train(
         _show("What the run costs", costs)
         console.write_json(json, {"config": values, "estimate": costs})
         return
-    result = run_training(config)
+    try:
+        result = run_training(config)
+    except FloatingPointError as error:
+        console.error(error)
+        raise typer.Exit(1) from error
     if not PartialState().is_main_process:
         return
     validation = None if result.validation is None else dataclasses.asdict(result.validation)

@@ -63,7 +63,7 @@ class Objective(nn.Module):
 
     def __init__(self, draft: DSparkForCausalLM, config: TrainingConfig):
         super().__init__()
-        self.draft = draft
+        self.draft, self.use_bfloat16 = draft, uses_bfloat16(config)
         self.weights: dict[str, Any] = {
             "ce": config.ce,
             "tv": config.tv,
@@ -72,7 +72,12 @@ class Objective(nn.Module):
         }
 
     def forward(self, inputs: tuple[torch.Tensor, ...], target_logits: LogitRows) -> LossOutput:
-        return dspark_loss(forward_blocks(self.draft, *inputs, lazy=True), target_logits, **self.weights)
+        with self.autocast():
+            return dspark_loss(forward_blocks(self.draft, *inputs, lazy=True), target_logits, **self.weights)
+
+    def autocast(self) -> torch.autocast:
+        """Ours and not accelerate's, whose precision is one for all runs of a process."""
+        return torch.autocast(self.draft.device.type, dtype=torch.bfloat16, enabled=self.use_bfloat16)
 
 
 class Run:
@@ -181,7 +186,7 @@ class Run:
         for start in range(0, len(indices), size):
             batch = self.validation_texts.batch(indices[start : start + size])
             inputs, target_logits = self.inputs(batch, f"validation {start}")
-            with self.accelerator.autocast():
+            with self.accelerator.unwrap_model(self.objective).autocast():
                 block: BlockOutput = forward_blocks(self.draft, *inputs, lazy=True)
                 sums += metrics.block_sums(block, target_logits)
         sums = self.accelerator.reduce(sums, reduction="sum")
@@ -267,15 +272,16 @@ class Run:
         return folder
 
 
+def uses_bfloat16(config: TrainingConfig) -> bool:
+    return torch.cuda.is_available() if config.mixed_precision == "auto" else config.mixed_precision == "bf16"
+
+
 def make_accelerator(config: TrainingConfig) -> Accelerator:
-    precision = config.mixed_precision
-    if precision == "auto":
-        precision = "bf16" if torch.cuda.is_available() else "no"
     wanted = is_tensorboard_available() if config.tensorboard is None else config.tensorboard
     if wanted and not is_tensorboard_available():
         raise ValueError("`tensorboard=True`, but TensorBoard is not installed. Run `pip install tensorboard`.")
     return Accelerator(
-        mixed_precision=precision,
+        mixed_precision="no",
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         log_with="tensorboard" if wanted else None,
         project_dir=config.output_dir,
