@@ -69,7 +69,9 @@ class Texts:
             ValueError: not enough texts to leave any.
         """
         if not 0 < count < len(self):
-            raise ValueError(f"Cannot hold {count} of {len(self)} texts back for validation.")
+            raise ValueError(
+                f"Cannot hold {count} of {len(self)} texts back for validation. Set `num_validation_texts` lower."
+            )
         held = {i * len(self) // count for i in range(count)}
         parts = [[i for i in range(len(self)) if (i in held) == wanted] for wanted in (False, True)]
         train, validation = (Texts([self._ids[i] for i in p], [self._masks[i] for i in p]) for p in parts)

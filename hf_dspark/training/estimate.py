@@ -1,10 +1,9 @@
 """What a run will cost, from a few of its steps."""
 
-import resource
-import sys
 import time
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from .config import TrainingConfig
@@ -22,7 +21,7 @@ class Estimate:
         num_texts, num_tokens: of the training data.
         steps: optimiser steps of the whole run; tokens_per_step, positions_per_step: tokens read and supervised block
             positions (slots that count) in one, all processes together, mean over the steps measured.
-        memory_gb: peak in 10^9 bytes: on CUDA of one device, elsewhere of this process.
+        memory_gb: in 10^9 bytes: on CUDA the peak of one device, elsewhere what this process has in use.
         seconds_per_step, tokens_per_second, positions_per_second, hours: measured, the last for all steps.
     """
 
@@ -73,7 +72,7 @@ def measure(run: Run, warm_up: int = WARM_UP, measured: int = MEASURED) -> Estim
         steps=run.total,
         tokens_per_step=tokens / measured,
         positions_per_step=slots,
-        memory_gb=_peak_memory(run.accelerator.device) / 1e9,
+        memory_gb=_memory(run.accelerator.device) / 1e9,
         seconds_per_step=seconds,
         tokens_per_second=tokens / measured / seconds,
         positions_per_second=slots / seconds,
@@ -86,8 +85,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _peak_memory(device: torch.device) -> int:
+def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return psutil.Process().memory_info().rss

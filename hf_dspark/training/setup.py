@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import formats
@@ -35,7 +35,7 @@ def load_parts(config: TrainingConfig, device: torch.device, newest: Path | None
     target = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, config.dtype)).to(device)
     size = target.config.get_text_config(decoder=True).vocab_size
     texts = Texts.read(config.data, config.max_length, size)
-    validation_texts = None
+    used, validation_texts = texts.used_tokens(), None
     if config.validation_data:
         validation_texts = Texts.read(config.validation_data, config.max_length, size)
     elif config.num_validation_texts:
@@ -44,16 +44,16 @@ def load_parts(config: TrainingConfig, device: torch.device, newest: Path | None
     if source is not None:
         draft = DSparkForCausalLM.from_pretrained(source, dtype=torch.float32)
     else:
-        draft = _fresh_draft(config, target, name, texts)
+        draft = _fresh_draft(config, target, name, used)
     formats.foreign_config(draft.config)  # what cannot be saved is refused before the work
     draft.to(device).attach_target(target)
     return Parts(Teacher(target, draft.config.target_layer_ids), draft.train(), texts, validation_texts)
 
 
-def _fresh_draft(config: TrainingConfig, target, name: str, texts: Texts) -> DSparkForCausalLM:
+def _fresh_draft(config: TrainingConfig, target: PreTrainedModel, name: str, used: set[int]) -> DSparkForCausalLM:
     mask = config.mask_token_id
     if mask is None:
-        mask = unused_token(target, _tokenizer(name), texts.used_tokens())
+        mask = unused_token(target, _tokenizer(name), used)
     draft = new_draft(
         target,
         mask_token_id=mask,

@@ -63,7 +63,11 @@ class Objective(nn.Module):
 
     def __init__(self, draft: DSparkForCausalLM, config: TrainingConfig):
         super().__init__()
-        self.draft, self.use_bfloat16 = draft, uses_bfloat16(config)
+        on_cuda = draft.device.type == "cuda"
+        self.draft, self.use_bfloat16 = (
+            draft,
+            config.mixed_precision == "bf16" or (config.mixed_precision == "auto" and on_cuda),
+        )
         self.weights: dict[str, Any] = {
             "ce": config.ce,
             "tv": config.tv,
@@ -93,6 +97,8 @@ class Run:
         parts = load_parts(config, device, self.newest)
         self.teacher, self.texts, self.validation_texts = parts.teacher, parts.texts, parts.validation_texts
         self.draft = parts.draft
+        if len(self.texts) < self.accelerator.num_processes:
+            raise ValueError(f"{len(self.texts)} texts are too few for {self.accelerator.num_processes} processes.")
         self.per_epoch = len(self.texts.order(self.global_batch, config.seed, 0))
         self.total = config.max_steps or max(
             1, config.num_epochs * self.per_epoch // config.gradient_accumulation_steps
@@ -151,9 +157,9 @@ class Run:
             if self.step % config.save_every == 0 or at_end:
                 self.save()
         progress.close()
-        self.accelerator.end_training()
         if self.validation_texts and result is None:  # the run was finished already
             result = self.validate()
+        self.accelerator.end_training()
         return TrainingResult(self._write_draft(), self.step, result)
 
     def take_step(self) -> tuple[list[LossOutput], int]:
@@ -204,7 +210,8 @@ class Run:
         means = {f"train/{name}": float(self.accelerator.reduce(x, reduction="mean")) for name, x in means.items()}
         if not all(abs(value) < float("inf") for value in means.values()):
             raise FloatingPointError(
-                f"The loss is not finite at step {self.step}: {means}. Resume with a lower `learning_rate`."
+                f"The loss is not finite at step {self.step}: {means}. Begin again with a lower `learning_rate`, or "
+                "from the last checkpoint's draft with `init_from` and another `output_dir`."
             )
         rate = self.scheduler.get_last_lr()[0]
         self._record(means | {"train/learning_rate": rate, "train/tokens_per_second": tokens_per_second})
@@ -270,10 +277,6 @@ class Run:
             self.draft.config.dtype = before
         self.accelerator.wait_for_everyone()
         return folder
-
-
-def uses_bfloat16(config: TrainingConfig) -> bool:
-    return torch.cuda.is_available() if config.mixed_precision == "auto" else config.mixed_precision == "bf16"
 
 
 def make_accelerator(config: TrainingConfig) -> Accelerator:

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +13,7 @@ from hf_dspark import cli, training
 from hf_dspark.cli.synthesize import synthesize
 from hf_dspark.cli.train import train
 
+os.environ["ACCELERATE_USE_CPU"] = "true"  # read once a process, when the first run begins
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}U{{ m.content }}V{% else %}A{{ m.content }}W{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}A{% endif %}"
