@@ -10,7 +10,7 @@ from .noise import DRAFT, exponential, first_maximum
 @triton.jit(do_not_specialize=["num_rows", "offset"])
 def _step(
     prev, w1, w2, base, temperature, seed, logits, best_scores, best_tokens,
-    num_rows, vocabulary_size, num_embeddings, stride_w1, stride_w2, stride_base, stride_logits, offset,
+    num_rows, vocabulary_size, num_embeddings, stride_prev, stride_w1, stride_w2, stride_base, stride_logits, offset,
     RANK: tl.constexpr, HAS_HEAD: tl.constexpr, WRITE: tl.constexpr, NOISY: tl.constexpr,
     TILES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -19,7 +19,7 @@ def _step(
     rows, ranks = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_R)
     in_batch, in_rank = rows < num_rows, ranks < RANK
     if HAS_HEAD:
-        token = tl.minimum(tl.load(prev + rows, mask=in_batch, other=0), num_embeddings - 1)
+        token = tl.minimum(tl.load(prev + rows * stride_prev, mask=in_batch, other=0), num_embeddings - 1)
         w1_mask = in_batch[:, None] & in_rank[None, :]
         embedding = tl.load(w1 + token[:, None] * stride_w1 + ranks[None, :], mask=w1_mask, other=0)
     if NOISY:
@@ -110,7 +110,8 @@ def markov_step(
     chosen = torch.empty(num_rows, dtype=torch.long, device=base.device)
     _step[(num_parts,)](
         prev, w1, w2, base, base if temperature is None else temperature, seed, logits, best_scores, best_tokens,
-        num_rows, vocabulary_size, w1.shape[0], w1.stride(0), w2.stride(0), base.stride(0), logits.stride(0), offset,
+        num_rows, vocabulary_size, w1.shape[0],
+        prev.stride(0), w1.stride(0), w2.stride(0), base.stride(0), logits.stride(0), offset,
         RANK=rank, HAS_HEAD=has_head, WRITE=write, NOISY=noisy, TILES=tiles,
         BLOCK_B=1 if num_rows == 1 else max(16, triton.next_power_of_2(num_rows)), BLOCK_V=block_v, BLOCK_R=block_r,
         PRECISION="ieee" if w2.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,

@@ -13,7 +13,8 @@ def case(device, num_rows, size, rank, dtype=torch.float32, embeddings=None):
     w1 = torch.randn(embeddings, rank, dtype=dtype, device=device)
     w2 = torch.randn(size, rank, dtype=dtype, device=device)
     base = torch.randn(num_rows, 3, size, device=device)[:, 1]  # rows of a block's logits
-    return torch.randint(0, embeddings, (num_rows,), device=device), w1, w2, base
+    prev = torch.randint(0, embeddings, (num_rows, 4), device=device)[:, 1]  # a column of the drafts so far
+    return prev, w1, w2, base
 
 
 def compare(arguments, **options):
