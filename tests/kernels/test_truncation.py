@@ -7,6 +7,7 @@ import torch
 import warpers
 
 from hf_dspark import kernels
+from hf_dspark.kernels.reference import truncated_probabilities as reference
 
 
 def truncated(device, logits, rows):
@@ -63,6 +64,29 @@ def test_one_filter_alone(device, name):
         argument = torch.full((3,), value, device=device, dtype=torch.float64 if name == "top_p" else None)
         alone = kernels.truncated_probabilities(logits.to(device), torch.ones(3, device=device), **{name: argument})
         assert torch.equal(alone, truncated(device, logits, rows))
+
+
+HARD = {
+    "equal": lambda size: torch.zeros(size),
+    "two values": lambda size: (torch.rand(size) < 0.3).float(),
+    "one huge": lambda size: torch.randn(size).index_fill(0, torch.tensor([size // 2]), 80.0),
+    "masked": lambda size: torch.randn(size).masked_fill(torch.rand(size) < 0.99, float("-inf")),
+    "one left": lambda size: torch.full((size,), float("-inf")).index_fill(0, torch.tensor([size - 1]), -3.0),
+    "lattice": lambda size: -torch.arange(size) / 256 - 1000,  # far from 0, and scores on edges of bins
+}
+
+
+@pytest.mark.parametrize("num_rows", [7, 15])  # few rows are cut into other slices than many
+def test_hard_rows(device, num_rows):
+    torch.manual_seed(num_rows)
+    kinds, values = list(HARD.values()), [1e-6, 0.95, 0.5, 0.999999, 0.3]
+    logits = torch.stack([kinds[row % 6](4501) for row in range(num_rows)])  # a list that registers do not hold
+    rows = [{"top_p": values[row % 5]} for row in range(num_rows)]
+    check(device, logits, rows)
+    top_p = torch.tensor([row["top_p"] for row in rows], dtype=torch.float64, device=device)
+    alone = kernels.truncated_probabilities(logits.to(device), torch.ones(num_rows, device=device), top_p=top_p)
+    assert torch.equal(alone, truncated(device, logits, rows))
+    assert torch.equal(alone > 0, reference(logits, torch.ones(num_rows), top_p=top_p.cpu()).to(device) > 0)
 
 
 def test_ties_at_the_top_p_limit_keep_the_highest_ids(device):
