@@ -1,8 +1,8 @@
 """Attention of a few new tokens per row over a cache of rows with their own lengths (flash-decoding).
 
 All tokens and query heads that share a KV head sit in one tile, so keys and values are read once and never expanded.
-The visible range of a row is dealt out to parts, tile by tile, as many parts as its length pays for. The last part to
-finish merges them, always in the same order, so one launch does all and results are reproducible.
+The visible range of a row is dealt out to parts, tile by tile. A second kernel merges them: spread over all processors,
+which the last program to finish could not (it took 4 µs where this takes 1), and launched before the first one ends.
 """
 
 from functools import cache
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 INTERPRETED = triton.knobs.runtime.interpret  # knows no assembler
@@ -28,12 +29,12 @@ def _prefetch(place, SIZE: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "size"])
 def _attend(
-    query, keys, values, row_starts, limits, out, partial, statistics, arrived,
+    query, keys, values, row_starts, limits, out, partial, statistics,
     stride_qt, stride_qh, stride_kr, stride_kh, stride_ks, stride_vr, stride_vh, stride_vs, stride_ot, stride_oh,
     num_tokens, size, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    LINES: tl.constexpr, MERGE_STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one row's context for one KV head and up to BLOCK_M (token, head) pairs."""
     part = tl.program_id(0)
@@ -44,10 +45,12 @@ def _attend(
     step_k, step_v = tl.cast(stride_ks, tl.int64), tl.cast(stride_vs, tl.int64)
     key_row = keys + row * stride_kr + kv_head.to(tl.int64) * stride_kh
     value_row = values + row * stride_vr + kv_head.to(tl.int64) * stride_vh
-    if LINES > 0:  # where a part begins is known before the row's length
-        slots = tl.minimum(part * BLOCK_N + inner, size - 1)
-        _prefetch(key_row + slots * step_k, HEAD_DIM, LINES)
-        _prefetch(value_row + slots * step_v, HEAD_DIM, LINES)
+    if PDL:
+        if LINES > 0:  # where a part begins is known before the row's length
+            slots = tl.minimum(part * BLOCK_N + inner, size - 1)
+            _prefetch(key_row + slots * step_k, HEAD_DIM, LINES)
+            _prefetch(value_row + slots * step_v, HEAD_DIM, LINES)
+        tl_cuda.gdc_wait()
 
     start, stop = tl.load(row_starts + row), tl.load(row_starts + row + 1)
     pairs = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -58,28 +61,27 @@ def _attend(
     mask = active[:, None] & in_head[None, :]
     q = tl.load(query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh + dims[None, :], mask=mask, other=0)
 
-    if (row == tl.num_programs(2) - 1) & (block == 0):  # nobody else writes the padded tokens
-        for token in range(stop + part, num_tokens, SPLITS):
-            place = out + tl.cast(token, tl.int64) * stride_ot + kv_head * GROUP * stride_oh + dims
-            for g in tl.static_range(GROUP):
-                tl.store(place + g * stride_oh, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=in_head)
+    if SPLITS == 1:  # noqa: SIM102 (compile-time); nobody else writes the padded tokens
+        if (row == tl.num_programs(2) - 1) & (block == 0):
+            place = out + stop.to(tl.int64) * stride_ot + kv_head * GROUP * stride_oh + dims
+            for _ in range(stop, num_tokens):
+                for g in tl.static_range(GROUP):
+                    tl.store(place + g * stride_oh, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=in_head)
+                place += stride_ot
     if block * BLOCK_M >= (stop - start) * GROUP:
         return
     last = tl.max(limit, axis=0) + 1
     first = 0
     if WINDOW > 0:
         first = tl.maximum(tl.min(tl.where(active, limit, 2147483647), axis=0) - WINDOW + 1, 0)
-    parts = tl.minimum(tl.maximum(tl.cdiv(last - first, LEAST), 1), SPLITS)
-    if part >= parts:
-        return
-
     scale, softcap = tl.cast(scale, tl.float32), tl.cast(softcap, tl.float32)  # torch.compile passes doubles
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     key_place = key_row + inner[:, None] * step_k + dims[None, :]
     value_place = value_row + inner[:, None] * step_v + dims[None, :]
-    for position in range(first + part * BLOCK_N, last, parts * BLOCK_N):
+    begin = first + part * BLOCK_N
+    for position in range(begin, last, SPLITS * BLOCK_N):
         slots = position + inner
         written = (slots < last)[:, None]  # what lies behind may be anything, also NaN
         if BLOCK_D != HEAD_DIM:
@@ -101,49 +103,43 @@ def _attend(
         result = tl.dot(weights.to(value.dtype), value, result * shrink[:, None], input_precision=PRECISION)
         maximum = new_maximum
 
-    if SPLITS > 1:  # noqa: SIM102 (compile-time)
-        if parts > 1:
-            # [token, head, part, dim]
-            place = (tokens * (tl.num_programs(1) // BLOCKS * GROUP) + heads) * SPLITS
-            tl.store(statistics + (place + part) * 2, maximum, mask=active)
-            tl.store(statistics + (place + part) * 2 + 1, total, mask=active)
-            tl.store(partial + (place + part)[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            group = row * tl.num_programs(1) + tl.program_id(1)
-            if tl.atomic_add(arrived + group, 1, sem="acq_rel") < parts - 1:
-                return
-            tl.debug_barrier()
-            tl.store(arrived + group, 0)
-            maximum, total, result = _merge(
-                partial, statistics, place, parts, active, mask, HEAD_DIM, BLOCK_M, BLOCK_D, MERGE_STAGES
-            )
-    result = result / tl.where(total == 0, 1.0, total)[:, None]
-    place = out + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
-    tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    if SPLITS > 1:
+        place = (tokens * (tl.num_programs(1) // BLOCKS * GROUP) + heads) * SPLITS + part
+        tl.store(statistics + place * 2, maximum, mask=active)
+        tl.store(statistics + place * 2 + 1, total, mask=active)
+        tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], result, mask=mask & (begin < last))
+    else:
+        result = result / tl.where(total == 0, 1.0, total)[:, None]
+        place = out + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
+        tl.store(place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _merge(
-    partial, statistics, place, parts, active, mask,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
+    row_starts, out, partial, statistics, stride_ot, stride_oh, num_rows, parts,
+    PDL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Softmax state and sum of all parts, in their order."""
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    partial += place[:, None] * HEAD_DIM + tl.arange(0, BLOCK_D)[None, :]
-    statistics += place * 2
-    for i in tl.range(0, parts, num_stages=STAGES):
-        its_maximum = tl.load(statistics + i * 2, mask=active, other=float("-inf"))
-        its_total = tl.load(statistics + i * 2 + 1, mask=active, other=0.0)
-        its_result = tl.load(partial + i * HEAD_DIM, mask=mask, other=0.0)
-        new_maximum = tl.maximum(maximum, its_maximum)
-        reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        shrink, weight = tl.exp2(maximum - reference), tl.exp2(its_maximum - reference)
-        total = total * shrink + its_total * weight
-        result = result * shrink[:, None] + its_result * weight[:, None]
-        maximum = new_maximum
-    return maximum, total, result
+    """One program: the parts of one token and head. Padded tokens get zeros."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    dims, part = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    place = (token * tl.num_programs(1) + head) * parts + part
+    exists = part < parts
+    if PDL:
+        tl_cuda.gdc_wait()
+    maximum = tl.load(statistics + place * 2, mask=exists, other=float("-inf"))
+    total = tl.load(statistics + place * 2 + 1, mask=exists, other=0.0)
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    result = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    # Nothing above waits for these: parts that saw no slot, and padded tokens, hold whatever was there before.
+    valid = (total > 0) & (token < tl.load(row_starts + num_rows))
+    largest = tl.max(tl.where(valid, maximum, float("-inf")), axis=0)
+    weight = tl.exp2(maximum - largest)
+    total = tl.sum(tl.where(valid, total * weight, 0.0), axis=0)
+    result = tl.sum(tl.where(valid[:, None], result * weight[:, None], 0.0), axis=0) / tl.where(total == 0, 1.0, total)
+    place = out + token * stride_ot + head * stride_oh + dims
+    tl.store(place, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def _num_processors(device: torch.device) -> int:
@@ -153,35 +149,29 @@ def _num_processors(device: torch.device) -> int:
 class Tiles(NamedTuple):
     block_m: int  # (token, head) pairs of a program
     block_n: int  # cache slots of a step
-    splits: int  # parts of a row at most
-    least: int  # slots that a part is worth
+    splits: int
     warps: int
     stages: int
-    prefetch: bool = True
 
 
-MAX_GROUPS = 4096  # of programs that share rows and heads; more than these need no parts
+@cache
+def _overlaps(device: torch.device) -> bool:
+    """Whether kernels of the device can be launched before those they wait for have ended."""
+    return not INTERPRETED and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def _tiles(query: torch.Tensor, keys: torch.Tensor, max_tokens_per_row: int) -> Tiles:
     num_rows, num_kv_heads, size, head_dim = keys.shape
     pairs = max_tokens_per_row * (query.shape[1] // num_kv_heads)
     block_m = min(max(16, triton.next_power_of_2(pairs)), 64)
-    groups = num_rows * num_kv_heads * triton.cdiv(pairs, block_m)
     wide = keys.element_size() * triton.next_power_of_2(head_dim) > 256
-    block_n, least = 32 if wide else 64, 128
-    splits = max(1, min(2 * _num_processors(query.device) // groups, triton.cdiv(size, least), 16))
-    return Tiles(block_m, block_n, splits, least, warps=4, stages=3)
-
-
-@cache  # torch.compile looks through it and makes zeros for every call
-def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros that every call leaves behind as zeros. One set per device: calls must follow each other."""
-    if device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "The first attention on a device cannot be captured. Call `ragged_attention` once before the capture."
-        )
-    return torch.zeros(MAX_GROUPS, dtype=torch.int32, device=device)
+    block_n = 32 if wide else 64
+    programs = num_rows * num_kv_heads * triton.cdiv(pairs, block_m)
+    splits = max(1, _num_processors(query.device) // programs)
+    if size > 512 * splits:  # parts long enough to pay for a second program per processor
+        splits = max(1, 2 * _num_processors(query.device) // programs)
+    splits = min(splits, triton.cdiv(size, block_n), 64)
+    return Tiles(block_m, block_n, splits, warps=4, stages=3)
 
 
 def attention_workspace(query: torch.Tensor, keys: torch.Tensor, max_tokens_per_row: int) -> torch.Tensor:
@@ -217,19 +207,25 @@ def ragged_attention(
     workspace = attention_workspace(query, keys, max_tokens_per_row) if workspace is None else workspace
     parts = num_tokens * num_heads * tiles.splits
     partial, statistics = workspace[: parts * head_dim], workspace[parts * head_dim :]
-    assert tiles.splits == 1 or num_rows * num_kv_heads * blocks <= MAX_GROUPS
+    # torch.compile does not know the launch option.
+    pdl = _overlaps(query.device) and not torch.compiler.is_compiling()
+    options = {"launch_pdl": True} if pdl else {}
     block_d = max(16, triton.next_power_of_2(head_dim))
     lines = triton.next_power_of_2(triton.cdiv(head_dim * keys.element_size(), 128))
     _attend[(tiles.splits, num_kv_heads * blocks, num_rows)](
-        query, keys, values, row_starts, limits, out, partial, statistics, _counters(query.device),
+        query, keys, values, row_starts, limits, out, partial, statistics,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         num_tokens, size, scale, softcap or 0.0,
         GROUP=group, HEAD_DIM=head_dim, WINDOW=window or 0, CAPPED=softcap is not None,
-        SPLITS=tiles.splits, LEAST=tiles.least, BLOCKS=blocks,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
-        LINES=lines if tiles.prefetch and window is None and not INTERPRETED else 0,
-        MERGE_STAGES=max(1, min(4, 2**16 // (tiles.block_m * block_d * 4))),
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        SPLITS=tiles.splits, BLOCKS=blocks, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
+        PDL=pdl, LINES=lines if window is None else 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
+    if tiles.splits > 1:
+        block_s = triton.next_power_of_2(tiles.splits)
+        _merge[(num_tokens, num_heads)](
+            row_starts, out, partial, statistics, *out.stride()[:2], num_rows, tiles.splits, PDL=pdl,
+            HEAD_DIM=head_dim, BLOCK_S=block_s, BLOCK_D=block_d,
+            num_warps=min(8, max(1, block_s * block_d // 1024)), **options,
+        )  # fmt: skip
     return out

@@ -72,11 +72,10 @@ def test_no_token_at_all_and_a_token_that_sees_nothing(device):
     assert torch.equal(result, query * 0)
 
 
-def in_parts(monkeypatch, splits, least=16):
-    """Rows are cut into up to `splits` parts of at least `least` slots."""
+def in_parts(monkeypatch, splits, block_n=16):
+    """Rows are dealt out to `splits` parts, `block_n` slots at a time."""
     tiles = attention._tiles
-    small = {"splits": splits, "least": least, "block_n": 16}
-    monkeypatch.setattr(attention, "_tiles", lambda *shapes: tiles(*shapes)._replace(**small))
+    monkeypatch.setattr(attention, "_tiles", lambda *shapes: tiles(*shapes)._replace(splits=splits, block_n=block_n))
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
@@ -87,10 +86,10 @@ def test_splits_and_several_blocks_of_tokens(device, monkeypatch, splits, window
     compare(case(device, [20, 1, 0], (8, 2), 32, 130, padding=1), 20, window=window)
 
 
-@pytest.mark.parametrize("splits, least", [(4, 16), (3, 48), (16, 16)])
-def test_parts_of_rows_of_all_lengths(device, monkeypatch, splits, least):
+@pytest.mark.parametrize("splits, block_n", [(1, 16), (4, 16), (3, 64), (16, 16)])
+def test_parts_of_rows_of_all_lengths(device, monkeypatch, splits, block_n):
     """Rows of no slot, one slot, exactly full parts and one slot more, in one call, with padded tokens."""
-    in_parts(monkeypatch, splits, least)
+    in_parts(monkeypatch, splits, block_n)
     lengths = [0, 1, 16, 17, 48, 49, 150]
     query, keys, values, starts, limits = case(device, [2] * len(lengths), (4, 2), 32, 150, padding=5)
     keys, values = torch.randn_like(keys), torch.randn_like(values)
@@ -100,21 +99,21 @@ def test_parts_of_rows_of_all_lengths(device, monkeypatch, splits, least):
     compare((query, keys, values, starts, limits), 2)
 
 
-def test_calls_leave_the_counters_at_zero(device, monkeypatch):
-    """The second call would merge too early, and another shape's too, if the first left a count behind."""
+def test_parts_of_an_earlier_call_are_not_merged(device, monkeypatch):
+    """Long rows leave their parts in the workspace; short rows after them have fewer. Equal calls give equal bits."""
     in_parts(monkeypatch, 8)
-    counters = attention._counters(torch.empty(0, device=device).device)
-    arguments = case(device, [5, 0, 2], (4, 2), 32, 140, padding=2)
-    first = kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=5)
-    assert not counters.any()
-    assert torch.equal(kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=5), first)
-    compare(case(device, [1], (4, 2), 32, 140), 5)
-    counters[0] = 1  # a count left behind is noticed: the part before the last one merges
-    try:
-        again = kernels.ragged_attention(*arguments, scale=0.3, max_tokens_per_row=5)
-        assert not torch.equal(again, first) or counters.any()
-    finally:
-        counters.zero_()
+    query, keys, values, starts, _ = case(device, [2, 2], (4, 2), 32, 140)
+    keys, values = torch.randn_like(keys), torch.randn_like(values)
+    long, short = (
+        (query, keys, values, starts, torch.tensor(limits, dtype=torch.int32, device=device))
+        for limits in ([139, 139, 139, 139], [20, 0, 3, 17])
+    )
+    workspace = kernels.attention_workspace(long[0], long[1], 2)
+    options = {"scale": 0.3, "max_tokens_per_row": 2, "workspace": workspace}
+    fresh = kernels.ragged_attention(*short, **options)
+    kernels.ragged_attention(*long, **options)
+    assert torch.equal(kernels.ragged_attention(*short, **options), fresh)
+    compare(short, 2, workspace=workspace)
 
 
 def test_row_is_the_same_bits_in_any_company(device, monkeypatch):
