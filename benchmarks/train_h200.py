@@ -95,7 +95,7 @@ def bench(name: str, folder: Path, args: argparse.Namespace) -> dict:
     config = TrainingConfig(
         data=[str(folder / "texts.jsonl")], output_dir=str(folder / name), target=args.target or str(folder / "target"),
         num_validation_texts=0, max_length=args.length, batch_size=args.batch_size, num_anchors=args.num_anchors,
-        max_steps=1000, tensorboard=False, **HEADS[name],
+        max_steps=1000, tensorboard=False, compile=args.compile, **HEADS[name],
     )  # fmt: skip
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--target", help="folder of a target with a vocabulary of 49,152")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the target's layers")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--num-anchors", type=int, default=48)
     parser.add_argument("--length", type=int, default=512)
@@ -133,7 +134,12 @@ def main() -> None:
         table.add_row(r["head"], f"{r['positions_per_second']:,.0f}", *(f"{x:.1f}" for x in (*numbers, objective)))
     console.print(table)
     if args.json:
-        settings = {"batch_size": args.batch_size, "num_anchors": args.num_anchors, "length": args.length}
+        settings = {
+            "batch_size": args.batch_size,
+            "num_anchors": args.num_anchors,
+            "length": args.length,
+            "compile": args.compile,
+        }
         report = {"environment": environment(), "settings": settings, "results": results}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 

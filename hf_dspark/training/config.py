@@ -47,6 +47,7 @@ class TrainingConfig:
         learning_rate (`float`): at the end of the warm-up, from where a cosine leads to 0. warmup_ratio (`float`): of
             the steps. weight_decay, adam_beta1, adam_beta2, max_grad_norm (`float`): AdamW and clipping.
         mixed_precision (`str`): `"bf16"`, `"no"`, or `"auto"` for bf16 on CUDA. Weights and optimiser are float32.
+        compile (`bool`, *optional*): of the target's layers, which takes a minute once; by default on CUDA.
         seed (`int`): of the weights, the order of the texts and the anchors.
 
     > Run
@@ -94,6 +95,7 @@ class TrainingConfig:
     adam_beta2: float = 0.95
     max_grad_norm: float = 1.0
     mixed_precision: str = "auto"
+    compile: bool | None = None
     seed: int = 0
 
     log_every: int = 10

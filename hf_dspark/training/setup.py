@@ -47,7 +47,9 @@ def load_parts(config: TrainingConfig, device: torch.device, newest: Path | None
         draft = _fresh_draft(config, target, name, used)
     formats.foreign_config(draft.config)  # what cannot be saved is refused before the work
     draft.to(device).attach_target(target)
-    return Parts(Teacher(target, draft.config.target_layer_ids), draft.train(), texts, validation_texts)
+    compiled = device.type == "cuda" if config.compile is None else config.compile
+    teacher = Teacher(target, draft.config.target_layer_ids, compiled=compiled)
+    return Parts(teacher, draft.train(), texts, validation_texts)
 
 
 def _fresh_draft(config: TrainingConfig, target: PreTrainedModel, name: str, used: set[int]) -> DSparkForCausalLM:

@@ -13,6 +13,8 @@ from ..target import context_features
 from .anchors import gather_positions
 from .rows import LogitRows
 
+RECOMPILE_LIMIT = 64  # kinds of layers and of shapes
+
 
 class Teacher:
     """Features and distributions of a target, computed as they are needed; nothing is stored.
@@ -20,15 +22,23 @@ class Teacher:
     The target's parameters are frozen. Its head runs on the slots of the blocks only: all logits of 32 texts of 512
     tokens and 49,152 entries would take 3.2 GB.
 
+    Args:
+        compiled: compile the target's layers, one compilation for all that are equal. The target is then for this
+            purpose only.
+
     Raises:
-        ValueError: for a target whose logits are more than a function of its last hidden states.
+        ValueError: for a target whose logits are more than a function of its last hidden states, or whose layers are
+            not found.
     """
 
-    def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]):
+    def __init__(self, target: PreTrainedModel, target_layer_ids: list[int], *, compiled: bool = False):
         self.target = target.eval().requires_grad_(False)
         self.size = target.config.get_text_config(decoder=True).vocab_size
         self._taps = list(target_layer_ids)
         self._head = _head_alone(target)
+        self._seen: dict[int, torch.Tensor] | None = {} if compiled else None
+        if compiled:
+            self._compile()
         self._check_head()
 
     @torch.no_grad()
@@ -38,10 +48,41 @@ class Teacher:
         No mask is passed: the target is causal, so padding behind a text cannot reach it, and attention without a mask
         is faster.
         """
-        outputs = self.target.base_model(
-            input_ids=input_ids, output_hidden_states=hidden_states_request(self._taps), use_cache=False
-        )
-        return context_features(outputs, self._taps), outputs.last_hidden_state
+        if self._seen is None:
+            outputs = self.target.base_model(
+                input_ids=input_ids, output_hidden_states=hidden_states_request(self._taps), use_cache=False
+            )
+            return context_features(outputs, self._taps), outputs.last_hidden_state
+        from torch import _dynamo as dynamo
+
+        with dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+            outputs = self.target.base_model(input_ids=input_ids, use_cache=False)
+        features = torch.cat([self._seen[i] for i in self._taps], dim=-1)
+        self._seen.clear()
+        return features, outputs.last_hidden_state
+
+    def _compile(self) -> None:
+        """Compile the layers and read their outputs by hooks of our own around them.
+
+        transformers' way to collect hidden states puts hooks into the layers too, where compiled code cannot run them.
+        """
+        depth = self.target.config.get_text_config(decoder=True).num_hidden_layers
+        layers = next((m for m in self.target.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+        if layers is None:
+            raise ValueError(f"{type(self.target).__name__} has no list of {depth} layers. Set `compile=False`.")
+        for i, layer in enumerate(layers):
+            layer.forward = torch.compile(layer.forward)
+            if i in self._taps:
+                layer.register_forward_hook(lambda module, inputs, output, i=i: self._keep(i, output))
+        if -1 in self._taps:
+            layers[0].register_forward_pre_hook(
+                lambda module, args, kwargs: self._keep(-1, args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
+
+    def _keep(self, i: int, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        assert self._seen is not None
+        self._seen[i] = output[0] if isinstance(output, tuple) else output
 
     def slot_logits(self, last_hidden: torch.Tensor, anchor_positions: torch.Tensor, num_slots: int) -> LogitRows:
         """Logits for the labels of the slots, [B, A, γ, V]: those at positions a, ..., a+γ-1 after anchors a [B, A]."""

@@ -1,5 +1,7 @@
 """The teacher on several families, default taps and mask token, texts and their order, what validation counts."""
 
+import copy
+import functools
 import json
 
 import pytest
@@ -35,6 +37,18 @@ def test_teacher_equals_the_target(family):
         for number, start in enumerate(anchors[row].tolist()):
             found = logits.tensor()[row, number]
             torch.testing.assert_close(found, outputs.logits[0, start : start + 4], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "lfm2", "qwen3_sliding"])
+def test_compiled_teacher_agrees(family, monkeypatch):
+    """Other lengths included. The backend is the one that checks the graphs without making code from them."""
+    monkeypatch.setattr(training.teacher.torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    plain = Teacher(copy.deepcopy(tiny.random_target(family)), [-1, 0, 3])
+    compiled = Teacher(copy.deepcopy(tiny.random_target(family)), [-1, 0, 3], compiled=True)
+    for length in (12, 20, 20, 7):
+        ids = torch.randint(1, 60, (2, length))
+        for found, expected in zip(compiled.read(ids), plain.read(ids), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_teacher_refuses_what_it_cannot_reproduce():
