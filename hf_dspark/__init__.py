@@ -20,8 +20,10 @@ from .configuration_dspark import DSparkConfig
 from .default_pair import load_default_pair
 from .generation import hook
 from .generation.candidate_generator import DSparkCandidateGenerator
+from .generation.engine import FastPath, release
 from .generation.logits_process import MarkovLogitsProcessor
 from .generation.record import Round, SpeculationStats, record
+from .generation.warmup import warmup
 from .modeling_dspark import DSparkForCausalLM, Gemma4DSparkModel, Qwen3DSparkModel
 from .proposal import DraftBlock
 from .scheduling.cost_model import CostModel
@@ -38,6 +40,7 @@ __all__ = [
     "DSparkConfig",
     "DSparkForCausalLM",
     "DraftBlock",
+    "FastPath",
     "Gemma4DSparkModel",
     "MarkovLogitsProcessor",
     "PrefixScheduler",
@@ -48,6 +51,8 @@ __all__ = [
     "context_features",
     "load_default_pair",
     "record",
+    "release",
+    "warmup",
 ]
 
 auto.register()

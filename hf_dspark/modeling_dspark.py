@@ -68,6 +68,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             for calls that do not set them.
         draft_sample_method (`str`): how drafts are chosen when the target samples; `"probabilistic"` draws them from q,
             `"greedy"` takes the arg max, with a one-hot q. Both are exact.
+        fast_path (`FastPath`, *optional*): switches of the path with a static cache; `None` means all on.
     """
 
     # The generate hook recognises a draft by this mark, not by `isinstance`: copies of this file that travel with a
@@ -94,6 +95,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.generation_config = GenerationConfig()
         self.draft_sample_method = "probabilistic"
+        self.fast_path = None
         # Marks contexts of this draft on caches that outlive a call.
         self.context_owner = Owner()
         self._vocabulary: TargetVocabulary | None = None
@@ -179,7 +181,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         return self.norm(hidden[:, -self.config.num_draft_tokens :])
 
     def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary, raw: bool = False) -> torch.Tensor:
-        """U_k [..., V_draft] of backbone states [..., H]: float32, or with `raw` as the head gives them if it can be."""
+        """U_k [..., V_draft] of backbone states [..., H]: float32, or with `raw` as the head gives them if possible."""
         logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)
         cap = self.config.final_logit_softcapping
         logits = fit_vocabulary(logits if raw and cap is None else logits.float(), self.config.vocab_size)

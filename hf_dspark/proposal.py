@@ -1,5 +1,6 @@
 """The proposer: one backbone forward over the block, the sequential walk over its slots, confidence at the end."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -12,7 +13,7 @@ from .context import Context, DraftContext
 from .generation.logits_process import MarkovLogitsProcessor
 from .heads import VanillaMarkovHead
 from .modeling_dspark import BackboneOutput, DSparkForCausalLM, fit_vocabulary
-from .sampling import draw
+from .sampling import draw, usable
 from .target import TargetVocabulary
 
 # (ids so far [B, t], logits of the slot [B, V]) -> (processed scores [B, V], chosen ids [B])
@@ -65,13 +66,49 @@ def markov_walk(input_ids: torch.Tensor, slots: int, step: Step) -> tuple[torch.
     return ids[:, start:], beside
 
 
+def arg_max(prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `Choose`: greedy."""
+    return logits, logits.argmax(dim=-1)
+
+
+def sample(prefix: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `Choose`: from the softmax of the logits."""
+    scores = usable(logits)
+    return scores, draw(scores, do_sample=True)
+
+
+def plain_walk(
+    head: VanillaMarkovHead | None,
+    anchors: torch.Tensor,
+    backbone: BackboneOutput,
+    vocabulary_size: int,
+    choose: Choose,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The walk as a function: tokens [B, γ], logits and scores [B, γ, V]. `choose` sees `anchors` [B, t] and drafts."""
+    markov = MarkovLogitsProcessor(head)
+    markov.begin(backbone.hidden_states)
+
+    def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        logits = fit_vocabulary(markov(prefix, backbone.base_logits[:, k]), vocabulary_size)
+        scores, token = choose(prefix, logits)
+        return token, (logits, scores)
+
+    tokens, beside = markov_walk(anchors, backbone.hidden_states.shape[1], step)
+    logits, scores = (torch.stack(parts, dim=1) for parts in zip(*beside, strict=True))
+    return tokens, logits, scores
+
+
+@functools.cache
+def compiled_walk() -> Callable:
+    return torch.compile(plain_walk, fullgraph=True)
+
+
 class Proposer:
     """A draft at work for a target."""
 
     def __init__(self, draft: DSparkForCausalLM, vocabulary: TargetVocabulary):
         self.draft = draft
         self.vocabulary = vocabulary
-        self.markov = MarkovLogitsProcessor(draft.markov_head)
 
     def propose(
         self, context: Context, input_ids: torch.Tensor, position: int | torch.Tensor, choose: Choose
@@ -96,16 +133,10 @@ class Proposer:
         return BackboneOutput(hidden, self.draft.base_logits(hidden, self.vocabulary, raw))
 
     def walk(self, backbone: BackboneOutput, input_ids: torch.Tensor, choose: Choose) -> DraftBlock:
-        """The sequential stage, with any way to choose a token; `input_ids` [B, t] ends with the anchors."""
-        self.markov.begin(backbone.hidden_states)
-
-        def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-            logits = fit_vocabulary(self.markov(prefix, backbone.base_logits[:, k]), self.vocabulary.size)
-            scores, token = choose(prefix, logits)
-            return token, (logits, scores)
-
-        tokens, beside = markov_walk(input_ids, self.draft.config.num_draft_tokens, step)
-        logits, scores = (torch.stack(parts, dim=1) for parts in zip(*beside, strict=True))
+        """The sequential stage; `input_ids` [B, t] ends with the anchors. Compiled on CUDA for plain choices."""
+        compiles = choose in (arg_max, sample) and backbone.base_logits.is_cuda
+        walk, ids = (compiled_walk(), input_ids[:, -1:]) if compiles else (plain_walk, input_ids)
+        tokens, logits, scores = walk(self.draft.markov_head, ids, backbone, self.vocabulary.size, choose)
         confidence_logits = self.confidence_logits(backbone, input_ids[:, -1], tokens)
         survival = None
         if confidence_logits is not None:

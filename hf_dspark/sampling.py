@@ -7,6 +7,16 @@ processor. A deterministic draft has the one-hot q.
 import torch
 
 
+def usable(scores: torch.Tensor) -> torch.Tensor:
+    """Scores [B, V] that can be sampled from, whatever the draft made of them; q is what comes out, so it is exact.
+
+    NaN never comes up, +inf is the largest number, and a row without any candidate becomes uniform.
+    """
+    limit = torch.finfo(scores.dtype).max
+    scores = torch.nan_to_num(scores, nan=float("-inf"), posinf=limit, neginf=float("-inf"))
+    return torch.where(scores.amax(dim=-1, keepdim=True) == float("-inf"), 0.0, scores)
+
+
 def draw(scores: torch.Tensor, do_sample: bool, generator: torch.Generator | None = None) -> torch.Tensor:
     """One token id per row of processed `scores` [B, V]: the arg max, or a sample of their softmax. Returns [B]."""
     if not do_sample:

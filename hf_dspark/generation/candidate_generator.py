@@ -80,7 +80,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             position: of the anchor among the real tokens.
             limit: most drafts that the length limit leaves room for.
         """
-        block = self.proposer.propose(self.context, input_ids, position, self.policy.choose)
+        block = self.proposer.propose(self.context, input_ids, position, self.policy.choice)
         c = self.policy.conditional(block.confidence_logits)
         c = None if c is None else c[0]
         verified = self.policy.verified(c, limit)

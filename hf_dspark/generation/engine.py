@@ -25,6 +25,8 @@ MAX_ROWS = 64
 # A cache starts with this many slots a row, and grows by half.
 FIRST_SLOTS = 1024
 PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
+# Kernels that meet in a counter of their device, and recordings, must not overlap; threads take turns round by round.
+TURN = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Engines:
 
     def get(self, target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
         """The engine of the pair; a new one when the modules of either have been exchanged."""
-        options = getattr(draft, "fast_path", None) or FastPath()
+        options = draft.fast_path or FastPath()
         with self.lock:
             engine = self.of_target.get(id(target))
             if engine is None or not engine.fits(target, draft, options):
@@ -76,7 +78,9 @@ class Engines:
         with self.lock:
             keys = list(self.of_target) if target is None else [id(target)] * (id(target) in self.of_target)
             for key in keys:
-                self.of_target.pop(key).close()
+                engine = self.of_target.pop(key)
+                engine.close()
+                engine.unfuse()
 
 
 def engine_of(target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
@@ -134,11 +138,14 @@ class Engine:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def close(self) -> None:
-        """Give everything back; the target's weights are its own again."""
+        """Give graphs and buffers back."""
         with self.lock:
             self._graphs.clear()
             self._rounds.clear()
-            self._fused.undo()
+
+    def unfuse(self) -> None:
+        """Make the weights of target and draft their own again; engines that still use them are built anew."""
+        self._fused.undo()
 
     def rounds(self, num_rows: int) -> Rounds:
         """State for `num_rows` rows, a power of two."""
@@ -196,6 +203,11 @@ class Engine:
         self._active = rounds
         self._graphs.enabled = not self.uncaptured
         return self._graphs
+
+
+def bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def pack(lengths: list[int], chunk: int) -> list[list[tuple[int, int, int]]]:

@@ -99,12 +99,9 @@ class Fused:
             return
         # Parameters that were made views in inference mode could never be trained again.
         with torch.inference_mode(False), torch.no_grad():
-            weight = torch.cat([weight.detach() for weight in weights])
-            for parameter, view in zip(weights, weight.split([len(w) for w in weights]), strict=True):
-                parameter.data = view
             bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+            _replace(module, names, _as_one(weights), bias)
         self._weights += weights
-        _replace(module, names, weight, bias)
 
     def _fuse_context(self, draft: DSparkForCausalLM) -> None:
         """The draft keeps keys and values of all layers in one matrix already; each layer's part of it is a product."""
@@ -127,6 +124,19 @@ class Fused:
             for parameter in self._weights:
                 parameter.data = parameter.data.clone()
         self._weights.clear()
+
+
+def _as_one(weights: list[nn.Parameter]) -> torch.Tensor:
+    """The matrix [ΣN, K] of which the weights [N, K] are views, as they are after an earlier call or as of now."""
+    first = weights[0].detach()
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    if len(storages) == 1 and ends[:-1] == [weight.data_ptr() for weight in weights[1:]]:
+        return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+    one = torch.cat([weight.detach() for weight in weights])
+    for parameter, view in zip(weights, one.split([len(weight) for weight in weights]), strict=True):
+        parameter.data = view
+    return one
 
 
 def _replace(module: nn.Module, names: tuple[str, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 
+class RecordingFailed(RuntimeError):
+    """A function could not be compiled or recorded. State is as before."""
+
+
 class Graphs:
     """Recorded functions by key; all of them share one memory pool.
 
@@ -22,11 +26,18 @@ class Graphs:
         self.enabled = False
 
     def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them."""
+        """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
+
+        Raises:
+            RecordingFailed: on the first use of a key.
+        """
         if not self.enabled:
             return function()
         if key not in self._recorded:
-            self._recorded[key] = self._record(function)
+            try:
+                self._recorded[key] = self._record(function)
+            except Exception as error:
+                raise RecordingFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         graph, outputs = self._recorded[key]
         graph.replay()
         return outputs

@@ -45,7 +45,7 @@ def why_not_ragged(
         return "the ragged path reads token ids, not embeddings"
     if others := [name for name in others if model_kwargs[name] is not False]:
         return f"the ragged path does not know the model argument `{others[0]}`"
-    return _why_not_inputs(input_ids, model_kwargs) or _why_not_pair(target, draft)
+    return _why_not_inputs(input_ids, model_kwargs) or why_not_pair(target, draft)
 
 
 def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
@@ -61,7 +61,8 @@ def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> st
     return None
 
 
-def _why_not_pair(target: PreTrainedModel, draft: DSparkForCausalLM) -> str | None:
+def why_not_pair(target: PreTrainedModel, draft: DSparkForCausalLM) -> str | None:
+    """What of a pair the ragged path cannot honour, as far as it shows before the twins are made."""
     text = target.config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:

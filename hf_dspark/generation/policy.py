@@ -5,19 +5,10 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from .. import confidence
 from ..modeling_dspark import DSparkForCausalLM
-from ..sampling import draw
+from ..proposal import Choose, arg_max, sample
+from ..sampling import draw, usable
 from .options import draft_options
 from .verify import applies_to_draft, draft_distribution
-
-
-def usable(scores: torch.Tensor) -> torch.Tensor:
-    """Scores [B, V] that can be sampled from, whatever the draft made of them; q is what comes out, so it is exact.
-
-    NaN never comes up, +inf is the largest number, and a row without any candidate becomes uniform.
-    """
-    limit = torch.finfo(scores.dtype).max
-    scores = torch.nan_to_num(scores, nan=float("-inf"), posinf=limit, neginf=float("-inf"))
-    return torch.where(scores.amax(dim=-1, keepdim=True) == float("-inf"), 0.0, scores)
 
 
 class DraftPolicy:
@@ -51,6 +42,13 @@ class DraftPolicy:
             raise ValueError(
                 f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
             )
+
+    @property
+    def choice(self) -> Choose:
+        """How a token of a block is chosen: one of the plain ways if nothing else is asked for."""
+        if self.processors or (self.do_sample and self.sample_method == "greedy"):
+            return self.choose
+        return sample if self.do_sample else arg_max
 
     def choose(
         self, prefix: torch.Tensor, logits: torch.Tensor, processors: LogitsProcessorList | None = None

@@ -4,7 +4,6 @@ All verify tokens of a round lie on one flat axis and ended rows leave it, so th
 """
 
 import struct
-import threading
 import time
 from typing import Any
 
@@ -17,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_dspark import BackboneOutput, DSparkForCausalLM
 from ..sampling import draw
-from .engine import Engine
+from .engine import TURN, Engine, bucket
+from .graphs import RecordingFailed
 from .policy import DraftPolicy
 from .record import CallRecord
 from .rounds import RoundOptions
@@ -26,8 +26,6 @@ from .verify import verify
 from .warpers import Warpers
 
 UNLIMITED = 2**40
-# Kernels that meet in a counter of their device, and recordings, must not overlap; threads take turns round by round.
-TURN = threading.Lock()
 
 
 class RowProcessors(LogitsProcessorList):
@@ -57,11 +55,6 @@ class Row:
         self.transcript = transcript
         self.processors = processors
         self.length = len(prompt)
-
-
-def bucket(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
 
 
 class RaggedLoop:
@@ -184,10 +177,14 @@ class RaggedLoop:
     def _round(self, active: list[Row]) -> None:
         self._reserve(max(row.length for row in active))
         started = time.perf_counter()
-        if self.warpers is None:
-            self._host_round(active, started)
-        else:
-            self._device_round(active, started)
+        round_ = self._host_round if self.warpers is None else self._device_round
+        try:
+            round_(active, started)
+        except RecordingFailed as error:
+            self.engine.uncaptured = f"rounds could not be recorded ({error})"
+            self.record.note(self.engine.uncaptured)
+            self.record.set_captured(False)
+            round_(active, started)
 
     def _device_round(self, active: list[Row], started: float) -> None:
         options, rounds = self.policy.options, self.rounds
@@ -263,8 +260,6 @@ class RaggedLoop:
         self, active: list[Row], prefix: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`DraftPolicy.choose` for rows whose texts have different lengths; `prefix` starts with the anchors."""
-        if not self.policy.processors:
-            return self.policy.choose(prefix, logits)
         parts = []
         for i, row in enumerate(active):
             text = row.transcript.ids

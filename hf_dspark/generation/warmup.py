@@ -1,0 +1,76 @@
+"""`warmup`: compile and record before the first call needs it."""
+
+import time
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.utils import logging
+
+from ..modeling_dspark import DSparkForCausalLM
+from .engine import MAX_ROWS, TURN, bucket, engine_of
+from .options import draft_options
+from .path import why_not_pair
+from .rounds import RoundOptions
+from .warpers import Warpers
+
+
+def warmup(
+    target: PreTrainedModel, draft: DSparkForCausalLM, *, batch_size: int = 1, max_length: int | None = None
+) -> float:
+    """Make the fast path of a pair ready: caches reserved, layers compiled, rounds recorded in CUDA graphs.
+
+    Covers greedy decoding and, if the target's generation config samples, its sampling; for all numbers of rows up to
+    `batch_size`, since rows end one by one. Later calls with `cache_implementation="static"` or a batch start at once.
+
+    Args:
+        target, draft: the pair.
+        batch_size: rows of the largest batch, 1..64.
+        max_length: tokens of a row, prompt included, that the caches should hold; by default they start small and grow.
+
+    Returns:
+        seconds it took.
+
+    Raises:
+        ValueError: for a pair or a batch size that the fast path cannot serve.
+    """
+    started = time.perf_counter()
+    if not 1 <= batch_size <= MAX_ROWS:
+        raise ValueError(f"`batch_size` must be in 1..{MAX_ROWS}, got {batch_size}.")
+    draft.attach_target(target)
+    if why_not := why_not_pair(target, draft):
+        raise ValueError(f"This pair has no fast path: {why_not}.")
+    try:
+        engine = engine_of(target, draft)
+    except NotImplementedError as error:
+        raise ValueError(f"This pair has no fast path: {error}.") from error
+    widths = [1 << i for i in reversed(range(bucket(batch_size).bit_length()))]
+    with engine.lock, TURN, torch.no_grad():
+        rounds = engine.rounds(widths[0])
+        engine.reserve(widths[0], max_length or 1)
+        rounds.ends.zero_()
+        one = torch.zeros(1, dtype=torch.long, device=draft.device)
+        engine.prefill([one] * widths[0], widths[0])
+        graphs = engine.graphs(rounds)
+        if not graphs.enabled:
+            return time.perf_counter() - started
+        kinds = [(width, warpers) for warpers in _kinds(target) for width in widths]
+        count, threshold, _ = draft_options(draft, target.generation_config)
+        one_hot = draft.draft_sample_method == "greedy"
+        for width, warpers in logging.tqdm(kinds, desc="warmup"):
+            if warpers is not None:
+                rounds.warpers.set(warpers)
+            options = RoundOptions(count, threshold > 0, samples=warpers is not None, one_hot=one_hot)
+            rounds.run(graphs, width, options)
+    return time.perf_counter() - started
+
+
+def _kinds(target: PreTrainedModel) -> list[Warpers | None]:
+    """Greedy, and the sampling that a call without options would do, if the device can do it."""
+    config, _ = target._prepare_generation_config(None)
+    if not config.do_sample:
+        return [None]
+    processors = target._get_logits_processor(
+        generation_config=config, input_ids_seq_length=1, logits_processor=LogitsProcessorList(), device="cpu"
+    )
+    warpers = Warpers.of(processors)
+    return [None] if warpers is None else [None, warpers]
