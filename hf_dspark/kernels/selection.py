@@ -53,9 +53,10 @@ def _tally(chunk, source, low, high, first_id, floor, LIST: tl.constexpr):
 
 
 @triton.jit
-def _exceeds(mass, total, threshold):
-    """Whether a cumulative share, rounded to float32 like the warper's, exceeds the threshold."""
-    return (mass.to(tl.float64) / total.to(tl.float64)).to(tl.float32) > threshold
+def _largest_gone(total, threshold):
+    """The largest mass that is no share of `total` above the threshold, shares rounded to float32 like the warper's."""
+    next = (threshold.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    return (total.to(tl.float64) * ((threshold.to(tl.float64) + next.to(tl.float64)) * 0.5)).to(tl.int64)
 
 
 @triton.jit
@@ -81,10 +82,9 @@ def _neighbour(chunk, cut, middle, below, WHAT: tl.constexpr):
 
 
 @triton.jit
-def _smallest(chunk, source, cut, low, high, below, total, threshold, WHAT: tl.constexpr, LIST: tl.constexpr):
-    """The smallest value in [low, high] up to which the weight exceeds a limit; `high` if that of none below it does.
+def _smallest(chunk, source, cut, low, high, limit, WHAT: tl.constexpr, LIST: tl.constexpr):
+    """The smallest value in [low, high] up to which the weight exceeds `limit`; `high` if that of none below it does.
 
-    By mass: `below` and the weight, as a share of `total`, exceed `threshold`. Else: the weight exceeds `below`.
     Bisection, with both ends always moved on to listed values: its steps are few however wide the gaps.
     """
     bottom = low
@@ -93,24 +93,12 @@ def _smallest(chunk, source, cut, low, high, below, total, threshold, WHAT: tl.c
         weight = _weight(chunk, cut, bottom, middle, WHAT)
         for start in range(LIST, source[2], LIST):
             weight += _weight(_chunk(source, 0.0, start, LIST), cut, bottom, middle, WHAT)
-        over = _exceeds(below + weight, total, threshold) if WHAT == "mass" else weight > below
+        over = weight > limit
         found = _neighbour(chunk, cut, middle, over, WHAT)
         for start in range(LIST, source[2], LIST):
             found = tl.maximum(found, _neighbour(_chunk(source, 0.0, start, LIST), cut, middle, over, WHAT))
         low, high = tl.where(over, low, tl.minimum(~found, high)), tl.where(over, found, high)
     return low
-
-
-@triton.jit
-def _ties_to_remove(ties, mass, below, total, threshold):
-    """Of ties at the cut, as many go as the cumulative share allows, but not all."""
-    each = mass // tl.maximum(ties, 1)
-    gone, high = ties * 0, tl.where(threshold >= 0, ties - 1, 0)
-    while gone < high:
-        middle = (gone + high + 1) // 2
-        stays = _exceeds(below + middle * each, total, threshold)
-        gone, high = tl.where(stays, gone, middle), tl.where(stays, middle - 1, high)
-    return gone
 
 
 @triton.jit
@@ -137,17 +125,18 @@ def search(
         top = tl.maximum(top, tl.max(more[1], axis=0))
 
     surplus = count - (k - tl.load(sums + row * 8 + NUMBER).to(tl.int32))
-    kth = _smallest(chunk, source, 0, bottom, tl.where(surplus > 0, top, bottom), surplus, 1, 0.0, "number", LIST)
+    kth = _smallest(chunk, source, 0, bottom, tl.where(surplus > 0, top, bottom), surplus, "number", LIST)
     below = tl.where(k == size, tail, 0)  # what top-k has removed is no part of the distribution top-p sees
-    total = tl.maximum(head + below + _tally(chunk, source, kth, top, 0, 0.0, LIST)[1], 1)
-    cut = _smallest(
-        chunk, source, 0, kth, tl.where(threshold >= 0, top + 1, kth), below, total, threshold, "mass", LIST
-    )
+    total = head + below + _tally(chunk, source, kth, top, 0, 0.0, LIST)[1]
+    limit = _largest_gone(total, threshold) - below
+    cut = _smallest(chunk, source, 0, kth, tl.where(threshold >= 0, top + 1, kth), limit, "mass", LIST)
     cut = tl.where((cut > top) & (head == 0), top, cut)  # the likeliest token always stays
     ties, mass = _tally(chunk, source, cut, cut, 0, 0.0, LIST)
-    below += _tally(chunk, source, kth, cut - 1, 0, 0.0, LIST)[1]
-    gone = _ties_to_remove(ties, mass, below, total, threshold)
-    first_id = _smallest(chunk, source, cut, gone * 0, tl.where(gone > 0, size, 0), gone, 1, 0.0, "id", LIST)
+    limit -= _tally(chunk, source, kth, cut - 1, 0, 0.0, LIST)[1]
+    # Of ties at the cut, those with the lowest ids go, as many as the limit allows, but not all.
+    gone = tl.minimum(limit // tl.maximum(mass // tl.maximum(ties, 1), 1), ties - 1)
+    gone = tl.where((threshold >= 0) & (gone > 0), gone, 0).to(tl.int32)
+    first_id = _smallest(chunk, source, cut, gone * 0, tl.where(gone > 0, size, 0), gone, "id", LIST)
     floor = 0.0
     if HAS_M:
         floor = tl.load(min_p + row).to(tl.float32)
