@@ -36,7 +36,8 @@ class SynthesisConfig:
         turns (`int`): user turns of its own conversations, at most; each has a random number of them.
         temperatures (`list[float]`): of the answers, in turn from batch to batch; 0 is greedy.
         user_temperature (`float`): of the user turns.
-        max_length (`int`): tokens of a conversation. max_user_tokens (`int`): of a user turn.
+        max_length (`int`): tokens of a conversation. max_user_tokens, max_answer_tokens (`int`): of a turn. A batch
+            takes as long as its longest answer; one that is cut ends its conversation.
         batch_size (`int`), seed (`int`), dtype (`str`), device (`str`, *optional*): how it runs; by default on CUDA.
         resume (`bool`): go on where an interrupted run of the same arguments stopped.
 
@@ -55,6 +56,7 @@ class SynthesisConfig:
     user_temperature: float = 0.8
     max_length: int = 1024
     max_user_tokens: int = 128
+    max_answer_tokens: int = 512
     batch_size: int = 64
     seed: int = 0
     dtype: str = "bfloat16"
@@ -68,7 +70,7 @@ class SynthesisConfig:
             raise ValueError("`topics` are for conversations of the target's own: set `num_own`.")
         if self.dtype not in ("bfloat16", "float32", "float16"):
             raise ValueError(f"`dtype` must be bfloat16, float32 or float16, got {self.dtype!r}.")
-        for name in ("samples_per_prompt", "turns", "max_length", "max_user_tokens", "batch_size"):
+        for name in ("samples_per_prompt", "turns", "max_length", "max_user_tokens", "max_answer_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if not self.temperatures or any(t < 0 for t in (*self.temperatures, self.user_temperature)):
@@ -192,7 +194,8 @@ class _Synthesis:
     def _write_answers(self, conversations: list[Conversation], temperature: float) -> None:
         if not conversations:
             return
-        answers = self.writer.write([c.ids for c in conversations], temperature)
+        texts = [c.ids for c in conversations]
+        answers = self.writer.write(texts, temperature, at_most=self.config.max_answer_tokens)
         for conversation, ids in zip(conversations, answers, strict=True):
             self.written += len(ids)
             complete = bool(ids) and ids[-1] in self.writer.ends

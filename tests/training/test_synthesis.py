@@ -82,6 +82,13 @@ def test_answers_are_the_targets_greedy_text(config, tmp_path):
     assert len(Texts.read([tmp_path / "out.jsonl"], 96, tiny.V)) == len(PROMPTS)
 
 
+def test_a_cut_answer_ends_its_conversation(config, tmp_path):
+    training.synthesize(config(temperatures=[0.0], max_answer_tokens=4))
+    for record in lines(tmp_path / "out.jsonl"):
+        assert sum(record["loss_mask"]) == 4 and record["input_ids"][-1] != W
+        assert record["input_ids"][-4:] == tiny.chain(A, 4)
+
+
 def test_sampling_is_on_policy(chat_target):
     """First tokens at temperature 2 follow the target's own distribution; no penalty, no top-k."""
     target = AutoModelForCausalLM.from_pretrained(chat_target).eval()
