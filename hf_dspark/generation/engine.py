@@ -71,8 +71,13 @@ class Engines:
                     engine.close()
                 engine = Engine(target, draft, options)
                 self.of_target[id(target)] = engine
-                weakref.finalize(target, self.of_target.pop, id(target), None)
+                weakref.finalize(target, Engines._forget, weakref.ref(self), id(target))
             return engine
+
+    @staticmethod
+    def _forget(reference: "weakref.ref[Engines]", target_id: int) -> None:
+        if (engines := reference()) is not None:
+            engines.of_target.pop(target_id, None)
 
     def release(self, target: PreTrainedModel | None) -> None:
         with self.lock:

@@ -31,11 +31,13 @@ def warmup(
         seconds it took.
 
     Raises:
-        ValueError: for a pair or a batch size that the fast path cannot serve.
+        ValueError: for a pair or sizes that the fast path cannot serve.
     """
     started = time.perf_counter()
     if not 1 <= batch_size <= MAX_ROWS:
         raise ValueError(f"`batch_size` must be in 1..{MAX_ROWS}, got {batch_size}.")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"`max_length` must be a positive number of tokens, got {max_length}.")
     draft.attach_target(target)
     if why_not := why_not_pair(target, draft):
         raise ValueError(f"This pair has no fast path: {why_not}.")
