@@ -1,6 +1,5 @@
 """Attention of many anchor blocks of a sequence at once: each sees the tokens before its anchor, and itself."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ..context import Rope
+from .compiling import compiled, many_shapes
 
 if TYPE_CHECKING:
     from ..layers import DSparkAttention
@@ -114,24 +114,20 @@ def _for_kind(attention: "DSparkAttention", mask: torch.Tensor, queries: torch.T
     raise ValueError(f'Training takes drafts with `attn_implementation="sdpa"` or "eager", got {kind!r}.')
 
 
-@functools.cache
-def _compiled_flex() -> Callable:
-    return torch.compile(flex_attention)
-
-
 def _flex(
     attention: "DSparkAttention", queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: BlockMask
 ) -> torch.Tensor:
     # Norms in float32 leave queries and keys wider than the values under autocast, which only sdpa evens out.
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else values.dtype
-    output = _compiled_flex()(
-        queries.to(dtype),
-        keys.to(dtype),
-        values.to(dtype),
-        block_mask=mask,
-        scale=attention.scaling,
-        enable_gqa=attention.num_key_value_groups > 1,
-        # Few slots would select the decoding kernel, which has no backward and wants group sizes that are powers of 2.
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
-    )
+    with many_shapes():
+        output = compiled(flex_attention)(
+            queries.to(dtype),
+            keys.to(dtype),
+            values.to(dtype),
+            block_mask=mask,
+            scale=attention.scaling,
+            enable_gqa=attention.num_key_value_groups > 1,
+            # Few slots would select the decoding kernel, which has no backward and wants groups of a power of 2.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        )
     return output.transpose(1, 2)

@@ -1,7 +1,5 @@
 """The objective of a DSpark draft: cross-entropy, total variation and confidence (paper, training objective)."""
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +7,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .blocks import BlockOutput
+from .compiling import compiled, many_shapes
 from .rows import LogitRows
 
 CHUNK_ELEMENTS = 2**25
@@ -120,7 +119,7 @@ class _SlotLoss(torch.autograd.Function):
     def forward(ctx, rows, target_rows, labels, weights, chunk_elements, with_grad, *inputs):
         wanted = [with_grad and needed for needed in ctx.needs_input_grad[-len(inputs) :]]
         gradients = [torch.zeros_like(x) if want else None for x, want in zip(inputs, wanted, strict=True)]
-        per_row, slots = len(rows.per_row), _slots_function(labels.device)
+        per_row = len(rows.per_row)
         ce_rows, l1_rows = (torch.empty(labels.shape, device=labels.device) for _ in range(2))
         for chunk in rows.chunks(chunk_elements):
             with torch.set_grad_enabled(any(wanted)):
@@ -129,7 +128,7 @@ class _SlotLoss(torch.autograd.Function):
                 ]
                 logits = rows.compute(*leaves)
             ce_weight, tv_weight = (w[chunk] for w in weights)
-            ce_rows[chunk], l1_rows[chunk], gradient = slots(
+            ce_rows[chunk], l1_rows[chunk], gradient = _slots(
                 logits.detach(), target_rows[chunk], labels[chunk], ce_weight, tv_weight
             )
             if any(wanted):
@@ -178,10 +177,8 @@ def slot_values(
     return cross_entropy, difference.abs().sum(dim=-1), gradient
 
 
-@functools.cache
-def _compiled_slot_values() -> Callable:
-    return torch.compile(slot_values)
-
-
-def _slots_function(device: torch.device) -> Callable:
-    return _compiled_slot_values() if device.type == "cuda" else slot_values
+def _slots(logits: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if logits.device.type != "cuda":
+        return slot_values(logits, *others)
+    with many_shapes():
+        return compiled(slot_values)(logits, *others)

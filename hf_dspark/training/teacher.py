@@ -11,9 +11,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .._compat import hidden_states_request
 from ..target import context_features
 from .anchors import gather_positions
+from .compiling import many_shapes
 from .rows import LogitRows
-
-RECOMPILE_LIMIT = 64  # kinds of layers and of shapes
 
 
 class Teacher:
@@ -53,9 +52,7 @@ class Teacher:
                 input_ids=input_ids, output_hidden_states=hidden_states_request(self._taps), use_cache=False
             )
             return context_features(outputs, self._taps), outputs.last_hidden_state
-        from torch import _dynamo as dynamo
-
-        with dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+        with many_shapes():
             outputs = self.target.base_model(input_ids=input_ids, use_cache=False)
         features = torch.cat([self._seen[i] for i in self._taps], dim=-1)
         self._seen.clear()

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_mask, flex_attention
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from hf_dspark import training
@@ -151,11 +152,11 @@ def test_eager_attention_agrees(draft):
 
 
 def test_flex_attention_agrees(draft, monkeypatch):
-    """Its forward runs uncompiled on the CPU: same mask, same order of keys, same groups of heads."""
+    """Its forward runs on the CPU too: same mask, same order of keys, same groups of heads."""
     inputs, _ = batch(draft)
     expected = training.forward_blocks(draft, *inputs).draft_logits
     monkeypatch.setattr(training.attention, "uses_flex", lambda device: True)
-    monkeypatch.setattr(training.attention, "_compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(training.attention, "compiled", lambda function: function)
     with torch.no_grad():
         found = training.forward_blocks(draft, *inputs).draft_logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
@@ -212,6 +213,36 @@ def test_chunks_change_nothing(draft, chunk_elements):
     assert ours.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(ours[name], 2 * gradient, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            if isinstance(tensor, torch.Tensor):
+                self.size = max(self.size, tensor.numel())
+        return output
+
+
+def test_memory_stays_flat():
+    """No tensor of the loss or its gradients is larger than a chunk, whatever the number of slots."""
+    shape, size, chunk = (5, 10, 4), 1000, 6000
+    hidden, w2 = torch.randn(200, 4, requires_grad=True), torch.randn(size, 4, requires_grad=True)
+    rows = training.LogitRows(lambda x, w: F.linear(x, w), (hidden,), (w2,), torch.Size((*shape, size)))
+    target = training.LogitRows(lambda x: F.linear(x, w2.detach()), (torch.randn(200, 4),), (), rows.shape)
+    mask = torch.ones(shape, dtype=torch.bool)
+    block = training.BlockOutput(rows, torch.randint(0, size, shape), mask, None)
+    sizes = []
+    for draft_logits, target_logits in ((rows, target), (rows.tensor(), target.tensor())):  # the second as a control
+        with Largest() as largest:
+            block = training.BlockOutput(draft_logits, block.target_ids, mask, None)
+            training.dspark_loss(block, target_logits, chunk_elements=chunk).loss.backward()
+        sizes.append(largest.size)
+    assert sizes[0] <= chunk < sizes[1]
 
 
 def test_a_slot_that_does_not_count_changes_nothing(draft):

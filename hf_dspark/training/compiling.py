@@ -1,0 +1,27 @@
+"""Compiled functions that meet many shapes."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+RECOMPILE_LIMIT = 64
+
+
+def many_shapes() -> AbstractContextManager[Any]:
+    """Inside, a function may be compiled more often than torch allows by default.
+
+    Lengths and batches become dynamic after the first few, with and without gradients apart. Past the limit torch would
+    run the function uncompiled, in flex_attention's case with the memory of all scores.
+    """
+    from torch import _dynamo as dynamo
+
+    return dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+
+
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """`torch.compile(function)`, made when it is first needed."""
+    return torch.compile(function)
