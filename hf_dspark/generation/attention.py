@@ -118,6 +118,9 @@ def attend_raggedly(model: PreTrainedModel, cache: RaggedCache) -> None:
         if isinstance(index := getattr(module, "layer_idx", None), int):
             module.ragged_cache, module.ragged_store = cache, cache.stores[index]
             module.layer_idx = 0  # see RaggedCache
+            # A layer that was put in from elsewhere has a config of its own.
+            if getattr(getattr(module, "config", None), "_attn_implementation", NAME) != NAME:
+                module.config._attn_implementation = NAME
 
 
 AttentionInterface.register(NAME, attention_function)

@@ -26,7 +26,7 @@ MAX_ROWS = 64
 FIRST_SLOTS = 1024
 PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
 # Kernels that meet in a counter of their device, and recordings, must not overlap; threads take turns round by round.
-TURN = threading.Lock()
+TURN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,15 @@ def release(target: PreTrainedModel | None = None) -> None:
 
 
 class Engine:
-    """Caches, twins and rounds of a pair. One call at a time holds `lock`.
+    """Caches, twins and rounds of a pair, for one call at a time.
 
     Attributes:
         uncaptured: why rounds are not recorded, or "".
     """
 
     def __init__(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath):
-        self.lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._holder: int | None = None
         self._options = options
         num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
         self._cache = RaggedCache(num_layers, 1, 16)
@@ -142,11 +143,25 @@ class Engine:
         tensors = [*self._cache.tensors, *self._context.tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
+    @property
+    def held_here(self) -> bool:
+        """Whether a call of this very thread is at work, of which a criterion or processor has started another."""
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The engine for one call; other threads wait."""
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
     def close(self) -> None:
-        """Give graphs and buffers back."""
-        with self.lock:
-            self._graphs.clear()
-            self._rounds.clear()
+        """Give graphs and buffers back; a call at work keeps them until it ends."""
+        self._graphs = Graphs(self._idle, self._recording)
+        self._rounds = {}
 
     def unfuse(self) -> None:
         """Make the weights of target and draft their own again; engines that still use them are built anew."""

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .engine import Engine, engine_of
 from .loop import PlainLoop
-from .options import GIVEN_BY_CALLER, given_as_filled, refuse
+from .options import GIVEN_BY_CALLER, draft_options, given_as_filled, refuse
 from .path import (
     CACHE_GIVEN,
     STATIC_ASKED,
@@ -110,6 +110,7 @@ def decode(
     """One generate() call with a DSpark draft; arguments are those of `GenerationMixin._assisted_decoding`."""
     draft = assistant_model
     check_static_cache(model_kwargs)
+    draft_options(draft, generation_config)  # wrong values are refused before anything is computed
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"`streamer` shows one text, but this batch has {input_ids.shape[0]} rows. Drop one of them.")
     draft.attach_target(target)
@@ -140,7 +141,10 @@ def _engine(target, draft, *call) -> tuple[Engine | None, str | None]:
     why_not = why_not_ragged(target, draft, *call)
     if why_not is None:
         try:
-            return engine_of(target, draft), None
+            engine = engine_of(target, draft)
+            if not engine.held_here:
+                return engine, None
+            why_not = "the ragged path of this pair is at work in this very thread"
         except NotImplementedError as error:
             why_not = str(error)
     logger.warning_once(f"hf_dspark: not the ragged path: {why_not}.")
@@ -158,7 +162,7 @@ def _ragged(
     model_kwargs,
     record,
 ):
-    with engine.lock:
+    with engine.held():
         record.note(engine.uncaptured, log=draft.device.type == "cuda")
         mask = model_kwargs.get("attention_mask")
         call = input_ids, mask, logits_processor, stopping_criteria, generation_config, streamer

@@ -49,10 +49,14 @@ def why_not_ragged(
 
 
 def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    if torch.is_autocast_enabled(input_ids.device.type):
+        return "the ragged path keeps the pair's own dtypes, autocast would change them"
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
     real = torch.ones_like(input_ids) if mask is None else mask
     if real.shape != input_ids.shape or not real.bool().any(dim=-1).all():
         return "the ragged path needs a mask [B, S] with a real token in every row"
+    if (real[:, 1:] < real[:, :-1]).any():
+        return "the ragged path takes padding on the left only"
     if positions is None:
         return None
     expected = (real.cumsum(-1) - 1).to(positions.device)

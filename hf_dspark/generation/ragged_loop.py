@@ -21,7 +21,7 @@ from .graphs import RecordingFailed
 from .policy import DraftPolicy
 from .record import CallRecord
 from .rounds import RoundOptions
-from .stopping import Transcript
+from .stopping import RowCriteria, Transcript
 from .verify import verify
 from .warpers import Warpers
 
@@ -89,11 +89,13 @@ class RaggedLoop:
             Row(
                 i,
                 input_ids[i, real[i].bool().to(input_ids.device)],
-                Transcript(input_ids[i : i + 1], stopping_criteria, streamer, **keeps),
+                Transcript(input_ids[i : i + 1], RowCriteria(stopping_criteria, i, num_rows), streamer, **keeps),
                 RowProcessors(logits_processor, i, num_rows),
             )
             for i in range(num_rows)
         ]
+        # Without end-of-text ids plain generate() lets rows that have ended run on until the last one has.
+        self._runs_on = num_rows > 1 and not any(hasattr(c, "eos_token_id") for c in stopping_criteria)
         self.device = draft.device
         self.rounds = engine.rounds(bucket(num_rows))
         self.warpers = self._device_warpers(logits_processor, any(keeps.values()))
@@ -110,12 +112,24 @@ class RaggedLoop:
         with torch.no_grad():
             with TURN:
                 self._prefill()
-            while active := [row for row in self.rows if not row.transcript.stopped]:
+            while active := self._active():
                 with TURN:
                     self._round(active)
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
+
+    def _active(self) -> list[Row]:
+        active = [row for row in self.rows if not row.transcript.stopped]
+        if active or not self._runs_on:
+            return active
+        self._runs_on, longest = False, max(len(row.transcript) for row in self.rows)
+        active = [row for row in self.rows if len(row.transcript) < longest]
+        for row in active:
+            row.transcript.run_on(longest)
+        if active:
+            self._open()
+        return active
 
     def _output(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         pad = self.config._pad_token_tensor

@@ -1,8 +1,22 @@
 """`Transcript`: tokens are committed one by one, each under the criteria, records and streamer of plain generate()."""
 
+from typing import Any
+
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+
+
+class RowCriteria(StoppingCriteriaList):
+    """The criteria of a batch as one of its rows sees them: in its place among copies of itself."""
+
+    def __init__(self, criteria: StoppingCriteriaList, row: int, num_rows: int):
+        super().__init__(criteria)
+        self.row, self.num_rows = row, num_rows
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        done = super().__call__(input_ids.expand(self.num_rows, -1), scores, **kwargs)
+        return done[self.row : self.row + 1]
 
 
 class Transcript:
@@ -56,6 +70,10 @@ class Transcript:
     def room(self) -> int | None:
         """Tokens that still fit under the length limit; `None` without one."""
         return None if self._max_length is None else self._max_length - len(self)
+
+    def run_on(self, length: int) -> None:
+        """Continue an ended text up to `length` tokens, whatever it says."""
+        self.stopped, self._max_length, self._eos, self._all_known = False, length, set(), True
 
     def commit(self, tokens: list[int], scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> int:
         """Commit `tokens` until one of them ends the text.

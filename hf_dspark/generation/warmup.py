@@ -46,7 +46,7 @@ def warmup(
     except NotImplementedError as error:
         raise ValueError(f"This pair has no fast path: {error}.") from error
     widths = [1 << i for i in reversed(range(bucket(batch_size).bit_length()))]
-    with engine.lock, TURN, torch.no_grad():
+    with engine.held(), TURN, torch.no_grad():
         rounds = engine.rounds(widths[0])
         engine.reserve(widths[0], max_length or 1)
         rounds.ends.zero_()
