@@ -1,8 +1,9 @@
 """Attention of a few new tokens per row over a cache of rows with their own lengths (flash-decoding).
 
 All tokens and query heads that share a KV head sit in one tile, so keys and values are read once and never expanded.
-The visible range of a row is dealt out to parts, tile by tile. A second kernel merges them: spread over all processors,
-which the last program to finish could not (it took 4 µs where this takes 1), and launched before the first one ends.
+The visible range of a row is dealt out to parts, tile by tile. A second kernel, launched before the first one ends,
+merges them. The last program to finish could do that too, but alone it reads all parts more slowly than many programs
+do (one row of 1024 slots on an H200: 8.7 µs in one launch, 6.7 µs in two).
 """
 
 from functools import cache
