@@ -163,15 +163,12 @@ def _overlaps(device: torch.device) -> bool:
 
 def _tiles(query: torch.Tensor, keys: torch.Tensor, max_tokens_per_row: int) -> Tiles:
     num_rows, num_kv_heads, size, head_dim = keys.shape
-    pairs = max_tokens_per_row * (query.shape[1] // num_kv_heads)
-    block_m = min(max(16, triton.next_power_of_2(pairs)), 64)
+    block_m = 64  # what the large matrix instructions take; empty pairs cost less than smaller ones gain
     wide = keys.element_size() * triton.next_power_of_2(head_dim) > 256
     block_n = 32 if wide else 64
-    programs = num_rows * num_kv_heads * triton.cdiv(pairs, block_m)
-    splits = max(1, _num_processors(query.device) // programs)
-    if size > 512 * splits:  # parts long enough to pay for a second program per processor
-        splits = max(1, 2 * _num_processors(query.device) // programs)
-    splits = min(splits, triton.cdiv(size, block_n), 64)
+    programs = num_rows * num_kv_heads * triton.cdiv(max_tokens_per_row * (query.shape[1] // num_kv_heads), block_m)
+    # One program a processor, but parts of at least two steps.
+    splits = min(max(1, _num_processors(query.device) // programs), triton.cdiv(size, 2 * block_n), 64)
     return Tiles(block_m, block_n, splits, warps=4, stages=3)
 
 

@@ -48,10 +48,8 @@ class Plan(NamedTuple):
 
 
 def _plan(num_rows: int, has_k: bool) -> Plan:
-    # Counting takes time in proportion to the bins. With few rows it does not show; with many, longer lists cost less.
-    few = num_rows <= 8
-    bins = 512 if few or has_k else 128
-    return Plan(1024, 4, bins, 2048) if few else Plan(2048, 8, bins, 2048 if has_k else 4096)
+    # Counting takes time in proportion to the bins, and so does searching in proportion to what a bin holds.
+    return Plan(1024 if num_rows <= 8 else 2048, 4, 512 if has_k else 256, 2048)
 
 
 @triton.jit
