@@ -2,12 +2,14 @@
 
 import json
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
+from rich.progress import track
 from rich.text import Text
 
 import hf_dspark
@@ -25,6 +27,10 @@ def note(message: str) -> None:
     err.print(Text(message, style="dim"))
 
 
+def progress(iterable: Iterable[Any], total: int) -> Iterable[Any]:
+    return track(iterable, "measuring", total=total, console=err)
+
+
 def versions() -> dict[str, str]:
     """Versions that a result depends on."""
     return {
@@ -35,14 +41,14 @@ def versions() -> dict[str, str]:
     }
 
 
-def check_json_path(path: Path | None) -> None:
-    """Refuse an unwritable `--json` before the work, not after it.
+def check_json_path(path: Path | None, option: str = "--json") -> None:
+    """Refuse an unwritable file of an option before the work, not after it.
 
     Raises:
         ValueError: its folder does not exist, or it is a folder.
     """
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ValueError(f"`--json {path}` cannot be written: give a file in a folder that exists.")
+        raise ValueError(f"`{option} {path}` cannot be written: give a file in a folder that exists.")
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

@@ -1,12 +1,10 @@
 """`hf-dspark eval`."""
 
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..evaluation import ChatFormat, Settings, dspark_methods, evaluate, load_prompt_sets, other_methods, plain_methods
@@ -127,7 +125,7 @@ def eval(
             "drafts": {name: one.config.name_or_path for name, one in drafts.items()},
             "assistant": assistant,
         },
-        progress=_progress,
+        progress=console.progress,
     )
     eval_tables.show(report)
     if plots is not None:
@@ -203,7 +201,3 @@ def load_all(
         one.to(device=models.target.device, dtype=models.target.dtype).attach_target(models.target)
         loaded[f"draft {path}" if name in loaded else name] = one
     return models, loaded
-
-
-def _progress(iterable: Iterable[Any], total: int) -> Iterable[Any]:
-    return track(iterable, "measuring", total=total, console=console.err)

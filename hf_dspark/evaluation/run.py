@@ -63,7 +63,7 @@ def evaluate(
     units = plan_batches(prompts, batch_sizes) if batch_sizes else plan_prompts(prompts)
     runner = Runner(target, chat, methods, settings)
     runner.check_lengths(units)
-    head = (about or {}) | _measurement(target, chat, methods, prompts, settings, batch_sizes)
+    head = (about or {}) | measurement(target, chat, methods, prompts, settings, batch_sizes)
     records = Records(report_path, head)
     progress = progress or _tqdm
     measured = list(progress(runner.run(units, records), len(units)))
@@ -82,7 +82,7 @@ def _tqdm(iterable: Iterable[Any], total: int) -> Iterable[Any]:
     return logging.tqdm(iterable, total=total)
 
 
-def _measurement(
+def measurement(
     target: PreTrainedModel,
     chat: ChatFormat,
     methods: Sequence[Method],

@@ -85,6 +85,9 @@ class Runner:
             continues the same text.
         settings: shared by the methods.
 
+    Attributes:
+        warm_up_seconds: of the first call, for each number of rows and each method.
+
     Raises:
         ValueError: no methods, or two with one name.
     """
@@ -96,6 +99,7 @@ class Runner:
         if settings.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` must be at least 1, got {settings.max_new_tokens}.")
         self.target, self.chat, self.methods, self.settings = target, chat, methods, settings
+        self.warm_up_seconds: dict[int, dict[str, float]] = {}
 
     def check_lengths(self, units: Iterable[Unit]) -> None:
         """Refuse, before the work, a conversation that could outgrow the target.
@@ -119,24 +123,23 @@ class Runner:
 
     def run(self, units: Sequence[Unit], records: Records) -> Iterator[dict[str, Any]]:
         """Measure what `records` lacks, add it there, and yield the record of every unit in order."""
-        warm: set[int] = set()
         for number, unit in enumerate(units):
             if unit.name not in records.by_name:
                 size = len(unit.prompts)
-                if size not in warm:
-                    self._warm_up([other for other in units if len(other.prompts) == size])
-                    warm.add(size)
+                if size not in self.warm_up_seconds:
+                    like = [other for other in units if len(other.prompts) == size]
+                    self.warm_up_seconds[size] = self._warm_up(like)
                 records.add(self._play(unit, self.settings.seed + number))
             yield records.by_name[unit.name]
 
-    def _warm_up(self, units: list[Unit]) -> None:
+    def _warm_up(self, units: list[Unit]) -> dict[str, float]:
         """The longest input once with every method: allocations, and on a GPU compilation and graphs of its shapes."""
         inputs = [self._first_turn(unit) for unit in units]
         longest = max(range(len(units)), key=lambda i: max(map(len, inputs[i])))
         length = self.settings.max_new_tokens
         length = min(length, 8) if self.target.device.type == "cpu" else length
-        for method in self.methods:
-            self._call(method, inputs[longest], self.settings.seed, length, units[longest].fixed_length)
+        call = inputs[longest], self.settings.seed, length, units[longest].fixed_length
+        return {method.name: self._call(method, *call)["seconds"] for method in self.methods}
 
     def _first_turn(self, unit: Unit) -> list[list[int]]:
         return [self.chat.encode([prompt.turns[0]]) for prompt in unit.prompts]

@@ -163,21 +163,23 @@ class PlainLoop:
         for _ in range(len(drafts)):
             states.append(self._extended(states[-1]))
         outputs = self._forward(torch.cat((ids, drafts[None]), dim=-1), len(drafts) + 1, states[-1])
-        logits = outputs.logits[0, -len(drafts) - 1 :].to(dtype=torch.float32, device=ids.device)
-        q = proposal.q if proposal is not None else logits[:0] if self.config.do_sample else None
-        if q is not None:
-            # A target's logits may be wider than the vocabulary its config states.
-            q = F.pad(q.to(ids.device), (0, logits.shape[-1] - q.shape[-1]))
-        committed, accepted = verify(self.transcript, drafts, q, logits, self.processors)
+        with torch.profiler.record_function("decode_sample"):
+            logits = outputs.logits[0, -len(drafts) - 1 :].to(dtype=torch.float32, device=ids.device)
+            q = proposal.q if proposal is not None else logits[:0] if self.config.do_sample else None
+            if q is not None:
+                # A target's logits may be wider than the vocabulary its config states.
+                q = F.pad(q.to(ids.device), (0, logits.shape[-1] - q.shape[-1]))
+            committed, accepted = verify(self.transcript, drafts, q, logits, self.processors)
 
-        self.cache.forget(len(drafts) + 1 - committed)
-        self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
-        self._keep_outputs(outputs, committed, len(drafts))
+            self.cache.forget(len(drafts) + 1 - committed)
+            self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
+            self._keep_outputs(outputs, committed, len(drafts))
+            if proposal is not None:
+                features = context_features(outputs, self.draft.config.target_layer_ids)[:, -len(drafts) - 1 :]
+                self.generator.observe(features[:, :committed], self.position)
         if proposal is None:
             self.record.add_tokens(committed)
         else:
-            features = context_features(outputs, self.draft.config.target_layer_ids)[:, -len(drafts) - 1 :]
-            self.generator.observe(features[:, :committed], self.position)
             self.record.add_round(
                 self.transcript,
                 row=0,
@@ -193,13 +195,16 @@ class PlainLoop:
 
     def _propose(self, ids: torch.Tensor, limit: int | None) -> Proposal | None:
         """The next block; `None` for a cache that cannot be rolled back, where the target goes on alone."""
-        return self.generator.propose(ids, self.position, limit) if self.cache.croppable else None
+        if not self.cache.croppable:
+            return None
+        with torch.profiler.record_function("dspark_propose"):
+            return self.generator.propose(ids, self.position, limit)
 
     def _forward(self, candidate_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> ModelOutput:
         inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=length, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = length
-        with self.target._optimize_model_for_decode():
+        with torch.profiler.record_function("target_verify"), self.target._optimize_model_for_decode():
             return self.target(**inputs, return_dict=True)
 
     def _extended(self, kwargs: dict[str, Any], outputs: ModelOutput | None = None) -> dict[str, Any]:

@@ -67,6 +67,18 @@ def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> st
 
 def why_not_pair(target: PreTrainedModel, draft: DSparkForCausalLM) -> str | None:
     """What of a pair the ragged path cannot honour, as far as it shows before the twins are made."""
+    if why_not := why_not_target(target):
+        return why_not
+    devices = {tensor.device for model in (target, draft) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1:
+        return f"the ragged path needs target and draft on one device, not on {', '.join(sorted(map(str, devices)))}"
+    if draft.markov_head is not None and not is_plain(draft.markov_head.markov_w2):
+        return "the ragged path needs the Markov head as plain weights"
+    return None
+
+
+def why_not_target(target: PreTrainedModel) -> str | None:
+    """What of a target the ragged path cannot honour; its weights are not looked at."""
     text = target.config.get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
     if kinds:
@@ -75,11 +87,6 @@ def why_not_pair(target: PreTrainedModel, draft: DSparkForCausalLM) -> str | Non
         return "the ragged path has no layers that share keys and values"
     if not getattr(target, "_supports_attention_backend", False):
         return f"{type(target).__name__} does not use transformers' attention interface"
-    devices = {tensor.device for model in (target, draft) for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1:
-        return f"the ragged path needs target and draft on one device, not on {', '.join(sorted(map(str, devices)))}"
-    if draft.markov_head is not None and not is_plain(draft.markov_head.markov_w2):
-        return "the ragged path needs the Markov head as plain weights"
     return None
 
 
