@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..default_pair import SetupError
-from . import calibrate, console, eval, generate, inspect, setup_demo, synthesize, train
+from . import bench, calibrate, console, eval, generate, inspect, setup_demo, synthesize, train
 
 app = typer.Typer(
     name="hf-dspark",
@@ -23,6 +23,7 @@ app.command("inspect")(inspect.inspect)
 app.command("synthesize")(synthesize.synthesize)
 app.command("train")(train.train)
 app.command("eval")(eval.eval)
+app.command("bench")(bench.bench)
 app.command("calibrate")(calibrate.calibrate)
 
 

@@ -1,4 +1,4 @@
-"""The tables that `hf-dspark eval` prints."""
+"""The tables that `hf-dspark eval` and `bench` print."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +27,36 @@ def show(report: Mapping[str, Any]) -> None:
             if row.get("num_spec_steps") and "acceptance_by_position" in row:
                 _print(_positions(name, row))
     console.out.print(f"Texts against plain decoding: {_verdict(report)}")
+
+
+def show_speed(report: Mapping[str, Any]) -> None:
+    """Print a report of `measure_speed`: its rows, and below what they cannot hold."""
+    columns = ("batch", "method", "ms/step", "tok/s", "× plain", "× compiled", "τ", "rounds", "captured", "path")
+    for mode in dict.fromkeys(row["mode"] for row in report["rows"]):
+        table = _table(f"{mode.capitalize()}, median of {report['repeats']}", *columns, "identical", "first call")
+        for row in report["rows"]:
+            if row["mode"] == mode:
+                table.add_row(str(row["batch_size"]), row["method"], *_speed_cells(row))
+        _print(table)
+    reasons = {(row["method"], reason): None for row in report["rows"] for reason in row.get("reasons", ())}
+    for method, reason in reasons:
+        console.out.print(f"{method}: {reason}", markup=False)
+    for name, reason in report["left_out"].items():
+        console.out.print(f"{name}: left out, {reason}", markup=False)
+    if report["warmup_seconds"] is not None:
+        console.out.print(f"hf_dspark.warmup took {report['warmup_seconds']:.1f} s before the first calls")
+    console.out.print(f"Texts against plain decoding: {_verdict(report)}")
+
+
+def _speed_cells(row: Row) -> list[str]:
+    cells = [_number(row["ms_per_step"]), _number(row.get("tokens_per_second"), 1)]
+    cells += [_number(row.get(name)) for name in ("speedup", "speedup_over_compiled")]
+    cells += [_number(row.get("mean_acceptance_length")), str(row.get("num_spec_steps", "-"))]
+    captured = "-" if "captured" not in row else f"{row['captured']}/{row['batches']}"
+    same = row.get("identical_to_plain")
+    texts = row["batch_size"] * row.get("batches", 0)
+    cells += [captured, ", ".join(row.get("paths", ())) or "-", "-" if same is None else f"{same}/{texts}"]
+    return [*cells, f"{row['warm_up_seconds']:.1f} s" if "warm_up_seconds" in row else "-"]
 
 
 def _print(table: Table) -> None:

@@ -5,20 +5,29 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from transformers import AutoConfig
 
 from .. import formats
 from ..configuration_dspark import DSparkConfig
+from ..generation.memory import cache_memory
 from . import console
+from .models import check_pair_arguments
 from .options import JsonPath
+
+SIZES = ((1, 4096), (8, 4096), (32, 4096))  # rows, tokens of each
 
 
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder or hub id of a DSpark draft.")],
+    target: Annotated[
+        str | None, typer.Option(help="Folder or hub id of its target: adds the memory of the fast path.")
+    ] = None,
     json: JsonPath = None,
 ) -> None:
     """Show what the loader decides about a draft, and why. No weight is loaded."""
     console.check_json_path(json)
     result = describe(path)
+    memory = None if target is None else describe_memory(path, target)
     table = Table(title=f"{path}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -29,6 +38,9 @@ def inspect(
     console.out.print("\n[bold]Decided, and why[/bold]")
     for what, why in result["resolution"].items():
         console.out.print(f"  {what}: {why}", markup=False)
+    if memory is not None:
+        show_memory(memory)
+        result["memory"] = memory
     console.write_json(json, result)
 
 
@@ -67,6 +79,28 @@ def describe(path: str) -> dict[str, Any]:
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "resolution": config.resolution,
     }
+
+
+def describe_memory(path: str, target: str) -> dict[str, Any]:
+    """What the caches of the fast path take, in bytes; from the config files alone."""
+    check_pair_arguments(target, None)
+    memory = cache_memory(AutoConfig.from_pretrained(target), formats.open_checkpoint(path).config)
+    return {
+        "target": target,
+        "dtype": str(memory.dtype),
+        "target_bytes_per_token": memory.target,
+        "draft_bytes_per_token": memory.draft,
+        "totals": [{"rows": rows, "tokens": tokens, "bytes": memory.num_bytes(rows, tokens)} for rows, tokens in SIZES],
+    }
+
+
+def show_memory(memory: dict[str, Any]) -> None:
+    console.out.print(f"\n[bold]Memory of the fast path's caches[/bold], {memory['dtype']}")
+    for part in ("target", "draft"):
+        console.out.print(f"  {part}: {memory[f'{part}_bytes_per_token']:,} bytes a token and row")
+    for total in memory["totals"]:
+        size = f"{total['rows']} x {total['tokens']}"
+        console.out.print(f"  {size}: {total['bytes'] / 2**30:.2f} GiB, one spare row included")
 
 
 def _confidence_head(config: DSparkConfig) -> str:

@@ -17,6 +17,7 @@ from .plots import plot
 from .prompts import Prompt, load_prompt_sets, load_prompts
 from .run import evaluate
 from .runner import Settings
+from .speed import measure_speed
 
 __all__ = [
     "ChatFormat",
@@ -27,6 +28,7 @@ __all__ = [
     "evaluate",
     "load_prompt_sets",
     "load_prompts",
+    "measure_speed",
     "other_methods",
     "plain_methods",
     "plot",

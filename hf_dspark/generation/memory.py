@@ -1,9 +1,10 @@
 """Memory of the fast path's caches, from the configs of a pair alone."""
 
+import copy
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .._compat import CACHE_KEY
 from ..configuration_dspark import DSparkConfig
@@ -37,9 +38,7 @@ def cache_memory(target: PreTrainedConfig, draft: DSparkConfig, dtype: torch.dty
         ValueError: for a pair that does not fit or has no fast path.
     """
     dtype = dtype or target.get_text_config(decoder=True).dtype or target.dtype or torch.float32
-    with torch.device("meta"):
-        # bfloat16, because the products of mixtures of experts take no other dtype without storage.
-        model = AutoModelForCausalLM.from_config(target, dtype=torch.bfloat16).eval()
+    model = meta_target(target)
     check_pair(draft, model)
     if why_not := why_not_target(model):
         raise ValueError(f"This pair has no fast path: {why_not}.")
@@ -47,8 +46,18 @@ def cache_memory(target: PreTrainedConfig, draft: DSparkConfig, dtype: torch.dty
     return CacheMemory(sum(layer_widths(model)) * dtype.itemsize, of_draft * dtype.itemsize, dtype)
 
 
+def meta_target(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of a config without storage."""
+    with torch.device("meta"):
+        # bfloat16, because the products of mixtures of experts take no other dtype without storage.
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager"
+        )
+    return model.eval()
+
+
 @torch.no_grad()
-def layer_widths(model: torch.nn.Module) -> list[int]:
+def layer_widths(model: PreTrainedModel) -> list[int]:
     """Numbers that each layer of a model on the meta device caches for a token: a forward of one token shows them.
 
     Configs name these sizes differently in each family, and some differ from layer to layer.

@@ -254,6 +254,25 @@ def test_inspect_shows_shared_embeddings(capsys):
     assert code == 0 and out.count("shared with the target") == 2 and "2, 9, 16, 23, 28" in out
 
 
+def test_inspect_shows_the_memory_of_the_fast_path(folders, tmp_path, capsys, no_loading):
+    path = tmp_path / "inspect.json"
+    code, out, _ = run(["inspect", folders[1], "--target", folders[0], "--json", str(path)], capsys)
+    assert code == 0 and "target: 3,072 bytes a token and row" in out and "draft: 256 bytes" in out
+    memory = json.loads(path.read_text())["memory"]
+    assert memory["dtype"] == "torch.float32" and memory["target"] == folders[0]
+    for total, rows in zip(memory["totals"], (1, 8, 32), strict=True):
+        assert total["bytes"] == (rows + 1) * 4096 * (3072 + 256)
+        assert f"{rows} x 4096: {total['bytes'] / 2**30:.2f} GiB" in out
+
+
+def test_inspect_refuses_a_target_that_does_not_fit(folders, tmp_path, capsys):
+    assert "is a DSpark draft" in refused(["inspect", folders[1], "--target", folders[1]], capsys)
+    missing = str(tmp_path / "nowhere")
+    assert "no such folder" in refused(["inspect", folders[1], "--target", missing], capsys)
+    tiny.random_target("qwen3", hidden_size=32).config.save_pretrained(tmp_path)
+    assert "width 64" in refused(["inspect", folders[1], "--target", str(tmp_path)], capsys)
+
+
 def test_inspect_refuses_other_folders(folders, tmp_path, capsys):
     assert "is not a DSpark draft" in refused(["inspect", folders[0]], capsys)
     assert "config.json" in refused(["inspect", str(tmp_path)], capsys)
