@@ -63,7 +63,7 @@ class Ragged:
         self.options = RoundOptions(self.rounds.gamma, False, warpers is not None, False)
         if warpers is not None:
             self.rounds.warpers.set(warpers)
-        self.engine.reserve(self.width, context + 8 * (ROUNDS + 40))
+        self.engine.reserve(self.width, context + 8 * (ROUNDS + 40), keep=False)
         prompts = [torch.randint(1, 500, (context,), device=draft.device) for _ in range(batch)]
         self.engine.prefill(prompts, self.width)
         self.graphs = self.engine.graphs(self.rounds)

@@ -24,6 +24,7 @@ logger = logging.get_logger(__name__)
 MAX_ROWS = 64
 # A cache starts with this many slots a row, and grows by half.
 FIRST_SLOTS = 1024
+STEP = 64
 PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
 # Kernels that meet in a counter of their device, and recordings, must not overlap; threads take turns round by round.
 TURN = threading.RLock()
@@ -176,19 +177,23 @@ class Engine:
                 )
         return self._rounds[num_rows]
 
-    def reserve(self, num_rows: int, slots: int) -> None:
-        """Room for `slots` tokens in each of `num_rows` rows; larger caches mean new graphs."""
+    def reserve(self, num_rows: int, slots: int, keep: bool) -> None:
+        """Room for `slots` tokens in each of `num_rows` rows; larger caches mean new graphs.
+
+        keep: what the caches hold is still needed.
+        """
         cache = self._cache
         if num_rows <= cache.num_rows and slots <= cache.capacity:
             return
-        capacity = cache.capacity
-        if slots > capacity:
-            capacity = max(slots, FIRST_SLOTS, capacity + capacity // 2)
-            capacity = -(-capacity // 64) * 64
-        rows = max(num_rows, cache.num_rows)
+        if slots > cache.capacity:  # by half at least, so that a growing text is copied a few times only
+            slots = max(slots, FIRST_SLOTS, cache.capacity + cache.capacity // 2 if keep else 0)
+            slots = -(-slots // STEP) * STEP
+        rows, capacity = max(num_rows, cache.num_rows), max(slots, cache.capacity)
+        if rows * capacity > 4 * max(num_rows * slots, cache.num_rows * cache.capacity):
+            rows, capacity = num_rows, slots  # few long rows after many short ones, or the other way round
         self._graphs.clear()
         for store in (cache, self._context):
-            store.grow(rows, capacity)
+            store.resize(rows, capacity, keep)
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -196,11 +201,11 @@ class Engine:
             yield
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
+    def _recording(self, static: bool) -> Iterator[None]:
         if self._compiled is None:
             yield
             return
-        with self._compiled.on([*self._cache.tensors, *self._context.tensors]):
+        with self._compiled.on([*self._cache.tensors, *self._context.tensors], static):
             yield
 
     def prefill(self, prompts: list[torch.Tensor], num_rows: int, chunk: int | None = None) -> torch.Tensor:

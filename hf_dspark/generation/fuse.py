@@ -148,27 +148,31 @@ def _replace(module: nn.Module, names: tuple[str, ...], weight: torch.Tensor, bi
 
 
 class Compiled:
-    """Decoder layers, norms and rotary tables of the twins, compiled one by one: equal layers share one compilation."""
+    """Decoder layers, norms and rotary tables of the twins, compiled one by one: equal layers share one compilation.
+
+    In two forms. Static: for the shapes at hand, faster. Dynamic: one compilation for all numbers of tokens.
+    """
 
     def __init__(self, target: Twin, draft: DSparkForCausalLM):
         base = getattr(target.model, target.model.base_model_prefix, target.model)
-        parts = [
-            child for child in base.children() if "Norm" in type(child).__name__ or "Rotary" in type(child).__name__
-        ]
+        parts = [child for child in base.children() if any(kind in type(child).__name__ for kind in ("Norm", "Rotary"))]
         self._modules = [*target.layers, *parts, *draft.layers, draft.norm, draft.hidden_norm, draft.rotary_emb]
         if draft.confidence_head is not None:
             self._modules.append(draft.confidence_head)
-        self._compiled = [torch.compile(module.forward, fullgraph=True) for module in self._modules]
+        self._compiled = {
+            static: [torch.compile(module.forward, fullgraph=True, dynamic=not static) for module in self._modules]
+            for static in (True, False)
+        }
 
     @contextmanager
-    def on(self, stores: list[torch.Tensor]) -> Iterator[None]:
+    def on(self, stores: list[torch.Tensor], static: bool) -> Iterator[None]:
         """Run the compiled forms inside; rows and slots of `stores` may change without a new compilation."""
         from torch import _dynamo as dynamo
 
         for store in stores:
             dynamo.mark_dynamic(store, (0, 2))
         plain = [module.forward for module in self._modules]
-        for module, forward in zip(self._modules, self._compiled, strict=True):
+        for module, forward in zip(self._modules, self._compiled[static], strict=True):
             module.forward = forward
         try:
             with dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=4096):

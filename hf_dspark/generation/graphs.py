@@ -16,16 +16,17 @@ class Graphs:
 
     Args:
         idle: makes the state such that running a function changes nothing, and restores it on exit.
-        prepared: entered around recording, for code that runs differently there (compiled layers).
+        prepared: entered around recording, for code that runs differently there (compiled layers); told whether its
+            shapes are worth a compilation of their own.
     """
 
-    def __init__(self, idle: Callable[[], AbstractContextManager], prepared: Callable[[], AbstractContextManager]):
+    def __init__(self, idle: Callable[[], AbstractContextManager], prepared: Callable[[bool], AbstractContextManager]):
         self._idle, self._prepared = idle, prepared
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
         self.enabled = False
 
-    def run(self, key: Hashable, function: Callable[[], Any]) -> Any:
+    def run(self, key: Hashable, function: Callable[[], Any], static: bool = True) -> Any:
         """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
 
         Raises:
@@ -35,15 +36,15 @@ class Graphs:
             return function()
         if key not in self._recorded:
             try:
-                self._recorded[key] = self._record(function)
+                self._recorded[key] = self._record(function, static)
             except Exception as error:
                 raise RecordingFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         graph, outputs = self._recorded[key]
         graph.replay()
         return outputs
 
-    def _record(self, function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        with torch.profiler.record_function("warmup"), self._idle(), self._prepared():
+    def _record(self, function: Callable[[], Any], static: bool) -> tuple[torch.cuda.CUDAGraph, Any]:
+        with torch.profiler.record_function("warmup"), self._idle(), self._prepared(static):
             for _ in range(2):  # compiles, tunes and allocates
                 function()
             self._pool = self._pool or torch.cuda.graph_pool_handle()

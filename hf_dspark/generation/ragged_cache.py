@@ -57,11 +57,12 @@ def write(store: torch.Tensor, tokens: FlatTokens, states: torch.Tensor) -> None
     store[tokens.rows, :, tokens.positions] = states[0].transpose(0, 1)
 
 
-def grown(old: torch.Tensor, num_rows: int, capacity: int) -> torch.Tensor:
-    """A larger store [..., rows + 1, kv_heads, capacity, head_dim] that starts with what `old` holds."""
+def resized(old: torch.Tensor, num_rows: int, capacity: int) -> torch.Tensor:
+    """A store [..., rows + 1, kv_heads, capacity, head_dim] of another size that starts with what `old` holds."""
     shape = (*old.shape[:-4], num_rows + 1, old.shape[-3], capacity, old.shape[-1])
     new = old.new_zeros(shape)
-    new[..., : old.shape[-4] - 1, :, : old.shape[-2], :] = old[..., :-1, :, :, :]
+    rows, slots = min(num_rows, old.shape[-4] - 1), min(capacity, old.shape[-2])
+    new[..., :rows, :, :slots, :] = old[..., :rows, :, :slots, :]
     return new
 
 
@@ -85,11 +86,13 @@ class RaggedStore:
         write(self.values, tokens, values)
         return self.keys, self.values
 
-    def grow(self, num_rows: int, capacity: int) -> None:
+    def resize(self, num_rows: int, capacity: int, keep: bool) -> None:
         self.num_rows, self.capacity = num_rows, capacity
+        if not keep:
+            self.keys = self.values = None
         if self.keys is not None and self.values is not None:
-            self.keys = grown(self.keys, num_rows, capacity)
-            self.values = grown(self.values, num_rows, capacity)
+            self.keys = resized(self.keys, num_rows, capacity)
+            self.values = resized(self.values, num_rows, capacity)
 
 
 class RaggedCache(Cache):
@@ -113,10 +116,11 @@ class RaggedCache(Cache):
         return 0
 
     @torch.inference_mode(False)
-    def grow(self, num_rows: int, capacity: int) -> None:
+    def resize(self, num_rows: int, capacity: int, keep: bool) -> None:
+        """Change the size of every store, with what it holds if `keep`."""
         self.num_rows, self.capacity = num_rows, capacity
         for store in self.stores:
-            store.grow(num_rows, capacity)
+            store.resize(num_rows, capacity, keep)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -149,18 +153,23 @@ class RaggedContext:
     """
 
     def __init__(self, config: DSparkConfig, num_rows: int, capacity: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.num_hidden_layers, num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
         self.config = config
         self.committed: FlatTokens
         self.blocks: FlatTokens
+        shape = (config.num_hidden_layers, num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
+        # The context outlives the call, and inference tensors could not be written after that.
         with torch.inference_mode(False):
             self.keys = torch.zeros(shape, device=device, dtype=dtype)
             self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self._layers = list(zip(self.keys, self.values, strict=True))
+            self._layers = list(zip(self.keys, self.values, strict=True))
 
     @torch.inference_mode(False)
-    def grow(self, num_rows: int, capacity: int) -> None:
-        self.keys, self.values = grown(self.keys, num_rows, capacity), grown(self.values, num_rows, capacity)
+    def resize(self, num_rows: int, capacity: int, keep: bool) -> None:
+        """Change the size, with what is held if `keep`."""
+        self._layers = []
+        if not keep:
+            self.keys, self.values = (x.new_empty(*x.shape[:3], 0, x.shape[4]) for x in (self.keys, self.values))
+        self.keys, self.values = resized(self.keys, num_rows, capacity), resized(self.values, num_rows, capacity)
         self._layers = list(zip(self.keys, self.values, strict=True))
 
     @property

@@ -151,14 +151,14 @@ class RaggedLoop:
 
     # ---- prompt
 
-    def _reserve(self, length: int) -> None:
+    def _reserve(self, length: int, keep: bool) -> None:
         """Room for one more round behind `length` tokens."""
-        self.engine.reserve(self.rounds.num_rows, length + self.rounds.block_size + 2)
+        self.engine.reserve(self.rounds.num_rows, length + self.rounds.block_size + 2, keep)
 
     def _prefill(self) -> None:
         rows, rounds = self.rows, self.rounds
         new = min(self.config.max_length - rows[0].transcript.prompt_length, 512)
-        self._reserve(max(row.length for row in rows) + new)
+        self._reserve(max(row.length for row in rows) + new, keep=False)
         prompts = [row.prompt.to(self.device) for row in rows]
         logits = self.engine.prefill(prompts, rounds.num_rows, self.config.prefill_chunk_size)
         logits = logits.to(dtype=torch.float32, device=rows[0].prompt.device)
@@ -189,7 +189,7 @@ class RaggedLoop:
     # ---- rounds
 
     def _round(self, active: list[Row]) -> None:
-        self._reserve(max(row.length for row in active))
+        self._reserve(max(row.length for row in active), keep=True)
         started = time.perf_counter()
         round_ = self._host_round if self.warpers is None else self._device_round
         try:

@@ -7,7 +7,7 @@ number of lanes alone and can be recorded in a CUDA graph; on a CPU the same cod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ class Rounds:
             bits of c_k (0 without a confidence head).
         """
         key = ("round", self.num_rows, width, options, self.warpers.kind)
-        return graphs.run(key, lambda: self._round(width, options, graphs.enabled)).cpu()
+        return graphs.run(key, lambda: self._round(width, options, graphs.enabled), self._static(width)).cpu()
 
     def _round(self, width: int, options: RoundOptions, recorded: bool) -> torch.Tensor:
         with torch.profiler.record_function("dspark_propose"):
@@ -150,6 +150,10 @@ class Rounds:
             return self._do(report, recorded)(drafts, own, accepted, lengths, c)
 
     # ---- steps
+
+    def _static(self, width: int) -> bool:
+        """Whether rounds of this width are worth a compilation of their own: those before the first row ends."""
+        return width == self.num_rows
 
     def _do(self, function: Callable, recorded: bool) -> Callable:
         return compiled(function) if recorded and self._compiles else function
@@ -212,7 +216,8 @@ class Rounds:
     def propose_lanes(self, graphs: Graphs, width: int) -> BackboneOutput:
         """Backbone output of the next block of every lane."""
         key = ("draft", self.num_rows, width)
-        self._lanes, backbone = graphs.run(key, lambda: self.draft(width, graphs.enabled, raw=False))
+        function = partial(self.draft, width, graphs.enabled, raw=False)
+        self._lanes, backbone = graphs.run(key, function, self._static(width))
         return backbone
 
     def verify_lanes(
@@ -228,7 +233,7 @@ class Rounds:
             given = self._drafts[:width], self._verified[:width], size
             return self.verify(self._do(lay_verify, recorded)(lanes, self.lengths, *given))
 
-        self._open = graphs.run(("verify", self.num_rows, width, count), function)
+        self._open = graphs.run(("verify", self.num_rows, width, count), function, self._static(width))
         return self._open.logits
 
     def commit_lanes(self, graphs: Graphs, width: int, committed: list[int], own: list[int], count: int) -> None:
@@ -237,5 +242,7 @@ class Rounds:
         self._committed[:, : len(committed)] = torch.tensor([committed, own])
         given = self._committed[0, :width], self._committed[1, :width]
         graphs.run(
-            ("commit", self.num_rows, width, count), lambda: self.commit(lanes, verified, *given, graphs.enabled)
+            ("commit", self.num_rows, width, count),
+            lambda: self.commit(lanes, verified, *given, graphs.enabled),
+            self._static(width),
         )
