@@ -12,6 +12,7 @@ import json
 import platform
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -78,24 +79,25 @@ class Ragged:
     def run(self) -> None:
         self.rounds.run(self.graphs, self.width, self.options)
 
-    def stages(self) -> dict[str, float]:
+    def stages(self, static: bool = True) -> dict[str, float]:
         """Milliseconds of each stage of a round, recorded in a graph of its own."""
         rounds, engine = self.rounds, self.engine
         graphs = Graphs(engine._idle, engine._recording)
         graphs.enabled = self.graphs.enabled
+        run = partial(graphs.run, static=static)
         recorded, size = graphs.enabled, self.width * (self.options.count + 1)
-        lanes, backbone = graphs.run("backbone", lambda: rounds.draft(self.width, recorded, raw=True))
-        drafts, q = graphs.run("walk", lambda: rounds.walk(lanes, backbone, self.options))
+        lanes, backbone = run("backbone", lambda: rounds.draft(self.width, recorded, raw=True))
+        drafts, q = run("walk", lambda: rounds.walk(lanes, backbone, self.options))
 
         def decide():
             logits = rounds._proposer.confidence_logits(backbone, lanes.anchors, drafts)
             decision = logits, rounds.temperatures, rounds.threshold, self.options.count, False
             return rounds._do(plan_verify, recorded)(lanes, rounds.lengths, drafts, size, *decision)
 
-        _, lengths, at = graphs.run("confidence", decide)
-        verified = graphs.run("verify", lambda: rounds.verify(at))
-        accepted, own = graphs.run("accept", lambda: rounds.accept(verified, drafts, q, lengths, self.options))
-        graphs.run("context", lambda: rounds.commit(lanes, verified, accepted + 1, own, recorded))
+        _, lengths, at = run("confidence", decide)
+        verified = run("verify", lambda: rounds.verify(at))
+        accepted, own = run("accept", lambda: rounds.accept(verified, drafts, q, lengths, self.options))
+        run("context", lambda: rounds.commit(lanes, verified, accepted + 1, own, recorded))
         times = {}
         for name in ("backbone", "walk", "confidence", "verify", "accept", "context"):
             replay = (lambda name=name: graphs._recorded[name][0].replay()) if recorded else (lambda: None)
@@ -153,14 +155,15 @@ def measure_generate(target, draft, prompt: torch.Tensor, new: int, compiled: bo
     with hf_dspark.record() as stats:
         target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=24)
     plain_round = statistics.median(r.milliseconds for r in stats.rounds)
-    for tau in taus:
-        with scripted(tau, str(prompt.device)):
-            hf_dspark.release(target)  # its rounds must be recorded anew, with the script
+    hf_dspark.release(target)  # rounds must be recorded anew, with the script
+    with scripted(str(prompt.device)) as set_tau:
+        for tau in taus:
+            set_tau(tau)
             with hf_dspark.record() as stats:
                 given = {"assistant_model": draft, "cache_implementation": "static"}
-                rows[f"ragged path, scripted τ {tau}"] = tokens_per_second(**given)
-        rows[f"ragged path, scripted τ {tau}"] += (stats.mean_acceptance_length,)
-        print(tau, stats.mean_acceptance_length, rows[f"ragged path, scripted τ {tau}"], flush=True)
+                row = (*tokens_per_second(**given), stats.mean_acceptance_length)
+            rows[f"ragged path, scripted τ {tau}"] = row
+            print(tau, row, flush=True)
     hf_dspark.release(target)
     if compiled:
         rows["HF static compiled"] = tokens_per_second(cache_implementation="static")
@@ -171,17 +174,16 @@ def measure_generate(target, draft, prompt: torch.Tensor, new: int, compiled: bo
     return {"prompt": prompt.shape[1], "new_tokens": new, "calls": calls, "plain_path_round_ms": plain_round}
 
 
-def measure_gammas(target, shape, context: int, device: str, dtype) -> list[dict]:
-    """Share of the Markov walk for blocks of 4, 8 and 16."""
-    rows = []
+def measure_gammas(target, shape, context: int, device: str, dtype):
+    """Share of the Markov walk for blocks of 4, 8 and 16; layers in their dynamic form, which compiles once."""
     for gamma in (4, 8, 16):
         draft = draft_of(shape, device, dtype, gamma).attach_target(target)
         ragged = Ragged(target, draft, 1, context)
-        stages = ragged.stages()
-        rows.append({"gamma": gamma, "round_ms": median(ragged.run, ROUNDS), "walk_ms": stages["walk"]})
-        print(rows[-1], flush=True)
+        stages = ragged.stages(static=False)
+        row = {"gamma": gamma, "stages_ms": stages, "walk_share": stages["walk"] / sum(stages.values())}
+        print(row, flush=True)
+        yield row
         hf_dspark.release(target)
-    return rows
 
 
 def environment() -> dict:
@@ -231,7 +233,10 @@ def main() -> None:
             result["generate"] = measure_generate(target, draft, prompt, arguments.new_tokens, compiled, taus)
             save()
         if arguments.gammas:
-            result["gammas"] = measure_gammas(target, shape, settings[0][1], device, dtype)
+            result["gammas"] = []
+            for row in measure_gammas(target, shape, settings[0][1], device, dtype):
+                result["gammas"].append(row)
+                save()
     save()
 
 

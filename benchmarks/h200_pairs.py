@@ -97,9 +97,12 @@ def script(tau: float, length: int = 100) -> list[int]:
 
 
 @contextmanager
-def scripted(tau: float, device: str):
-    """Rounds inside accept as many drafts as a script says; the target's verdict is computed all the same."""
-    counts = torch.tensor(script(tau), device=device)
+def scripted(device: str):
+    """Rounds inside accept as many drafts as a script says; the target's verdict is computed all the same.
+
+    Yields a function that sets τ, also under rounds that are recorded already.
+    """
+    counts = torch.zeros(100, dtype=torch.long, device=device)
     turn = torch.zeros(1, dtype=torch.long, device=device)
     accept = Rounds.accept
 
@@ -110,8 +113,12 @@ def scripted(tau: float, device: str):
         turn.add_(1)
         return torch.minimum(count, lengths.clamp(min=0)) + 0 * accepted, own
 
+    def set_tau(tau: float) -> None:
+        counts.copy_(torch.tensor(script(tau, len(counts))))
+        turn.zero_()
+
     Rounds.accept = accept_by_script
     try:
-        yield
+        yield set_tau
     finally:
         Rounds.accept = accept

@@ -46,7 +46,8 @@ def test_buffers_grow_with_rows_and_length_and_keep_the_text_of_the_call(monkeyp
         ids = target.generate(**checks.batch(rows), assistant_model=draft, **options)
         assert ids[:, -new:].tolist() == [tiny.chain(row[-1], new) for row in rows]
         sizes.append(engine_of(target, draft).num_bytes)
-    assert sizes[0] < sizes[1] < sizes[2] <= sizes[3]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[3] < sizes[2], "many short rows after few long ones do not make the product of both"
 
 
 def test_each_target_and_each_draft_has_its_own():
