@@ -185,11 +185,11 @@ class Engine:
         cache = self._cache
         if num_rows <= cache.num_rows and slots <= cache.capacity:
             return
-        if slots > cache.capacity:  # by half at least, so that a growing text is copied a few times only
+        if slots > cache.capacity:  # a text that grows is copied a few times only
             slots = max(slots, FIRST_SLOTS, cache.capacity + cache.capacity // 2 if keep else 0)
             slots = -(-slots // STEP) * STEP
         rows, capacity = max(num_rows, cache.num_rows), max(slots, cache.capacity)
-        if rows * capacity > 4 * max(num_rows * slots, cache.num_rows * cache.capacity):
+        if rows * capacity > 4 * num_rows * slots:
             rows, capacity = num_rows, slots  # few long rows after many short ones, or the other way round
         self._graphs.clear()
         for store in (cache, self._context):
