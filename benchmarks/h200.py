@@ -20,8 +20,9 @@ import transformers
 from h200_pairs import SHAPES, draft_of, floor, scripted, target_of
 
 import hf_dspark
-from hf_dspark.generation.engine import bucket, engine_of
+from hf_dspark.generation.engine import engine_of
 from hf_dspark.generation.graphs import Graphs
+from hf_dspark.generation.layout import bucket
 from hf_dspark.generation.rounds import RoundOptions, plan_verify
 from hf_dspark.generation.warpers import Warpers
 

@@ -68,6 +68,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             for calls that do not set them.
         draft_sample_method (`str`): how drafts are chosen when the target samples; `"probabilistic"` draws them from q,
             `"greedy"` takes the arg max, with a one-hot q. Both are exact.
+        scheduler (`PrefixScheduler` or `"auto"`, *optional*): chooses how many drafts are verified; `"auto"` measures
+            the costs of the fast path once and schedules by them. `None` verifies whole blocks.
         fast_path (`FastPath`, *optional*): switches of the path with a static cache; `None` means all on.
     """
 
@@ -96,6 +98,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.generation_config = GenerationConfig()
         self.draft_sample_method = "probabilistic"
         self.fast_path = None
+        self.scheduler = None
         # Marks contexts of this draft on caches that outlive a call.
         self.context_owner = Owner()
         self._vocabulary: TargetVocabulary | None = None

@@ -12,11 +12,13 @@ from transformers.utils import logging
 
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import Proposer
+from ..scheduling.cost_model import CostModel
 from ..target import share_vocabulary
 from . import fuse
 from .graphs import Graphs
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .rounds import Rounds
+from .timing import EngineTimer
 from .twin import Twin, draft_twin, fingerprint, own_hooks
 
 logger = logging.get_logger(__name__)
@@ -123,6 +125,7 @@ class Engine:
         self.proposer = Proposer(twin, share_vocabulary(twin.config, self.twin.model))
         self._compiled = fuse.Compiled(self.twin, twin) if options.compile else None
         self._rounds: dict[int, Rounds] = {}
+        self._costs: dict[int, CostModel] = {}
         self._graphs = Graphs(self._idle, self._recording)
         self.uncaptured = self._why_uncaptured(target, draft)
 
@@ -223,16 +226,19 @@ class Engine:
             self.proposer.draft.append_context(self._context, features, tokens.positions[None])
         return torch.cat(logits)
 
+    def cost_model(self, num_rows: int, context_length: int) -> CostModel:
+        """Measured costs of rounds of up to `num_rows` rows; measured on the first use."""
+        if num_rows not in self._costs:
+            tokens = [num_rows * size for size in range(1, self.proposer.draft.config.num_draft_tokens + 2)]
+            timer = EngineTimer(self, num_rows, context_length)
+            self._costs[num_rows] = CostModel.measure(timer, token_counts=tokens, row_counts=[num_rows])
+        return self._costs[num_rows]
+
     def graphs(self, rounds: Rounds) -> Graphs:
         """Where the steps of `rounds` are recorded, or just run."""
         self._active = rounds
         self._graphs.enabled = not self.uncaptured
         return self._graphs
-
-
-def bucket(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length()
 
 
 def pack(lengths: list[int], chunk: int) -> list[list[tuple[int, int, int]]]:

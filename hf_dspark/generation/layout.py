@@ -52,6 +52,11 @@ class VerifyTokens(NamedTuple):
     lane_starts: torch.Tensor
 
 
+def bucket(count: int) -> int:
+    """Lanes for `count` rows: the next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
 def find_lanes(ends: torch.Tensor, lengths: torch.Tensor, anchors: torch.Tensor, width: int) -> Lanes:
     """The rows [R] whose text of `lengths` + 1 tokens has not reached its end, in `width` lanes."""
     room = ends - lengths - 1

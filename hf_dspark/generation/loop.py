@@ -18,6 +18,7 @@ from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import draw
 from ..target import context_features
 from .candidate_generator import DSparkCandidateGenerator, Proposal
+from .policy import AUTO
 from .record import CallRecord
 from .stopping import Transcript
 from .target_cache import TargetCache
@@ -72,7 +73,12 @@ class PlainLoop:
         self.kwargs = model_kwargs
         self.record = record
         self.generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
-        self.record.note(self.generator.policy.options.note)
+        policy = self.generator.policy
+        if policy.scheduler == AUTO:
+            policy.scheduler = None
+            policy.notes.append('draft.scheduler="auto" knows the costs of the fast path only')
+        for note in policy.notes:
+            record.note(note)
         keeps = bool(generation_config.return_dict_in_generate)
         self.transcript = Transcript(
             input_ids,
@@ -174,18 +180,18 @@ class PlainLoop:
             self.cache.forget(len(drafts) + 1 - committed)
             self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
             self._keep_outputs(outputs, committed, len(drafts))
-            if proposal is not None:
+            if self.cache.croppable:
                 features = context_features(outputs, self.draft.config.target_layer_ids)[:, -len(drafts) - 1 :]
                 self.generator.observe(features[:, :committed], self.position)
-        if proposal is None:
+        if not self.cache.croppable:
             self.record.add_tokens(committed)
         else:
             self.record.add_round(
                 self.transcript,
                 row=0,
                 position=self.position,
-                draft_tokens=proposal.block.tokens[0].tolist(),
-                c=None if proposal.confidence is None else proposal.confidence.tolist(),
+                draft_tokens=[] if proposal is None else proposal.block.tokens[0].tolist(),
+                c=None if proposal is None or proposal.confidence is None else proposal.confidence.tolist(),
                 verified=len(drafts),
                 committed=committed,
                 accepted=accepted,
@@ -194,8 +200,8 @@ class PlainLoop:
         self.position += committed
 
     def _propose(self, ids: torch.Tensor, limit: int | None) -> Proposal | None:
-        """The next block; `None` for a cache that cannot be rolled back, where the target goes on alone."""
-        if not self.cache.croppable:
+        """The next block; `None` when the target goes on alone: it cannot be rolled back, or drafts do not pay."""
+        if not self.cache.croppable or not self.generator.policy.should_draft():
             return None
         with torch.profiler.record_function("dspark_propose"):
             return self.generator.propose(ids, self.position, limit)

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from .._compat import CACHE_KEY
 from ..configuration_dspark import DSparkConfig
 from ..target import check_pair
-from .engine import FIRST_SLOTS, bucket
+from .engine import FIRST_SLOTS
+from .layout import bucket
 from .path import why_not_target
 
 

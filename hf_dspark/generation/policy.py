@@ -7,8 +7,11 @@ from .. import confidence
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import Choose, arg_max, sample
 from ..sampling import draw, usable
+from ..scheduling.scheduler import PrefixScheduler
 from .options import draft_options
 from .verify import applies_to_draft, draft_distribution
+
+AUTO = "auto"
 
 
 class DraftPolicy:
@@ -19,6 +22,8 @@ class DraftPolicy:
         processors: the call's processors that may see drafts; they shape q.
         do_sample: whether the target samples.
         sample_method: `draft.draft_sample_method`.
+        scheduler: of this call; `"auto"` until somebody knows the costs.
+        notes: what could not be used.
 
     Raises:
         ValueError: for options out of range.
@@ -36,8 +41,10 @@ class DraftPolicy:
         self.sample_method = draft.draft_sample_method
         draft.config.check_temperatures()  # they may have been edited
         self._temperatures = draft.config.confidence_temperatures
-        if getattr(draft, "scheduler", None) is not None:
-            raise ValueError(f"`draft.scheduler={draft.scheduler!r}` is not supported yet. Set it to None.")
+        self.scheduler, self.notes = _scheduler(draft), [self.options.note]
+        if self.scheduler is not None and draft.confidence_head is None:
+            self.scheduler = None
+            self.notes.append("draft.scheduler has no effect, the draft has no confidence head")
         if self.sample_method not in ("probabilistic", "greedy"):
             raise ValueError(
                 f'`draft.draft_sample_method` must be "probabilistic" or "greedy", got {self.sample_method!r}.'
@@ -67,9 +74,44 @@ class DraftPolicy:
         """c_k with the draft's temperatures."""
         return None if confidence_logits is None else confidence.conditional(confidence_logits, self._temperatures)
 
+    def should_draft(self) -> bool:
+        """Whether the coming round is worth a draft; ask once a round."""
+        return not isinstance(self.scheduler, PrefixScheduler) or self.scheduler.should_draft()
+
+    def lengths(self, c: torch.Tensor | None, room: list[int | None]) -> list[int]:
+        """ℓ of every row.
+
+        Args:
+            c: [R, γ] or `None`.
+            room: drafts that each row's length limit leaves room for, `None` without limit.
+        """
+        count, threshold = self.options.num_assistant_tokens, self.options.threshold
+        lengths = [count if limit is None else min(count, limit) for limit in room]
+        if c is None:
+            return lengths
+        if threshold > 0:
+            kept = confidence.truncate(c, threshold).tolist()
+            lengths = [min(pair) for pair in zip(lengths, kept, strict=True)]
+        if isinstance(self.scheduler, PrefixScheduler):
+            a = confidence.survival(c[:, :count]).double().cpu()
+            # Drafts that cannot be verified anyway are not to take part of the budget.
+            a = torch.where(torch.arange(count) < torch.tensor(lengths)[:, None], a, 0.0)
+            planned = self.scheduler.schedule(a)
+            if self.scheduler.lagged:
+                self.scheduler.update(a)
+            lengths = [min(pair) for pair in zip(lengths, planned, strict=True)]
+        return lengths
+
     def verified(self, c: torch.Tensor | None, limit: int | None) -> int:
         """ℓ of one row: `c` [γ] or `None`, `limit` the drafts that the length limit leaves room for."""
-        count = self.options.num_assistant_tokens
-        if c is not None and self.options.threshold > 0:
-            count = min(count, int(confidence.truncate(c, self.options.threshold)))
-        return count if limit is None else min(count, limit)
+        return self.lengths(None if c is None else c[None], [limit])[0]
+
+
+def _scheduler(draft: DSparkForCausalLM) -> PrefixScheduler | str | None:
+    """`draft.scheduler` for one call: "auto", or a scheduler without history."""
+    scheduler = draft.scheduler
+    if scheduler is None or scheduler == AUTO:
+        return scheduler
+    if not isinstance(scheduler, PrefixScheduler):
+        raise ValueError(f'`draft.scheduler` must be a `PrefixScheduler`, "auto" or None, got {scheduler!r}.')
+    return scheduler.fresh()

@@ -5,6 +5,8 @@ All verify tokens of a round lie on one flat axis and ended rows leave it, so th
 
 import struct
 import time
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +18,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_dspark import BackboneOutput, DSparkForCausalLM
 from ..sampling import draw
-from .engine import TURN, Engine, bucket
-from .graphs import RecordingFailed
-from .policy import DraftPolicy
+from ..scheduling.scheduler import PrefixScheduler
+from .engine import TURN, Engine
+from .graphs import Graphs, RecordingFailed
+from .layout import bucket
+from .policy import AUTO, DraftPolicy
 from .record import CallRecord
 from .rounds import RoundOptions
 from .stopping import RowCriteria, Transcript
@@ -78,7 +82,8 @@ class RaggedLoop:
         self.streamer = streamer
         self.record = record
         self.policy = DraftPolicy(draft, generation_config, logits_processor)
-        record.note(self.policy.options.note)
+        for note in self.policy.notes:
+            record.note(note)
         keeps = {
             "keep_scores": bool(generation_config.return_dict_in_generate and generation_config.output_scores),
             "keep_logits": bool(generation_config.return_dict_in_generate and generation_config.output_logits),
@@ -157,6 +162,9 @@ class RaggedLoop:
 
     def _prefill(self) -> None:
         rows, rounds = self.rows, self.rounds
+        if self.policy.scheduler == AUTO:
+            costs = self.engine.cost_model(rounds.num_rows, max(row.length for row in rows))
+            self.policy.scheduler = PrefixScheduler(costs, lagged=True, min_gain=0.02)
         new = min(self.config.max_length - rows[0].transcript.prompt_length, 512)
         self._reserve(max(row.length for row in rows) + new, keep=False)
         prompts = [row.prompt.to(self.device) for row in rows]
@@ -190,6 +198,7 @@ class RaggedLoop:
 
     def _round(self, active: list[Row]) -> None:
         self._reserve(max(row.length for row in active), keep=True)
+        self._drafted = self.policy.should_draft()
         started = time.perf_counter()
         round_ = self._host_round if self.warpers is None else self._device_round
         try:
@@ -210,18 +219,21 @@ class RaggedLoop:
             samples=bool(self.config.do_sample),
             one_hot=self.policy.sample_method == "greedy",
         )
-        lines = rounds.run(graphs, width, kind).tolist()
+        if self.policy.scheduler is None:
+            lines = rounds.run(graphs, width, kind).tolist()
+        else:
+            lines = self._scheduled(graphs, width, kind, active)
         milliseconds = 1000 * (time.perf_counter() - started)
-        gamma = rounds.gamma
+        gamma, drafted = rounds.gamma, self._drafted
         has_confidence = self.draft.confidence_head is not None
         for row, line in zip(active, lines, strict=False):
             own, accepted, verified = line[gamma : gamma + 3]
-            c = list(struct.unpack(f"{gamma}f", struct.pack(f"{gamma}i", *line[gamma + 3 :])))
+            c = struct.unpack(f"{gamma}f", struct.pack(f"{gamma}i", *line[gamma + 3 :]))
             committed = row.transcript.commit([*line[:accepted], own])
             self._finish(
                 row,
-                draft_tokens=line[:gamma],
-                c=c if has_confidence else None,
+                draft_tokens=line[:gamma] if drafted else [],
+                c=list(c) if drafted and has_confidence else None,
                 verified=verified,
                 committed=committed,
                 accepted=min(committed, accepted),
@@ -229,29 +241,44 @@ class RaggedLoop:
             )
         self._end(active)
 
+    def _scheduled(self, graphs: Graphs, width: int, kind: RoundOptions, active: list[Row]) -> list[list[int]]:
+        """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
+        if not self._drafted:
+            return self.rounds.run(graphs, width, replace(kind, count=0)).tolist()
+        c = self.rounds.propose(graphs, width, kind)
+        lengths = self.policy.lengths(None if c is None else c[: len(active)], self._room(active))
+        return self.rounds.conclude(graphs, width, lengths, kind).tolist()
+
+    @staticmethod
+    def _room(active: list[Row]) -> list[int | None]:
+        """Drafts that the length limit of each row leaves room for."""
+        rooms = [row.transcript.room for row in active]
+        return [None if room is None else room - 1 for room in rooms]
+
     def _host_round(self, active: list[Row], started: float) -> None:
         """A round whose tokens are chosen on the host; the forwards around it are the same."""
         rounds, policy = self.rounds, self.policy
         graphs = self.engine.graphs(rounds)
         width = bucket(len(active)) if graphs.enabled else len(active)
-        backbone = rounds.propose_lanes(graphs, width)
         n, count = len(active), policy.options.num_assistant_tokens
-        backbone = BackboneOutput(backbone.hidden_states[:n], backbone.base_logits[:n])
-        anchors = torch.tensor([[row.transcript.tokens[-1]] for row in active], device=self.device)
-        block = self.engine.proposer.walk(
-            backbone, anchors, lambda prefix, logits: self._choose(active, prefix, logits)
-        )
-        c = policy.conditional(block.confidence_logits)
-        room = [None if row.transcript.room is None else row.transcript.room - 1 for row in active]
-        lengths = [policy.verified(None if c is None else c[i], room[i]) for i in range(n)]
-        logits = rounds.verify_lanes(graphs, width, block.tokens, lengths, count).float()
+        backbone, block, c = rounds.propose_lanes(graphs, width, self._drafted), None, None
+        if backbone is not None:
+            backbone = BackboneOutput(backbone.hidden_states[:n], backbone.base_logits[:n])
+            anchors = torch.tensor([[row.transcript.tokens[-1]] for row in active], device=self.device)
+            choose = partial(self._choose, active) if policy.processors else policy.choice
+            block = self.engine.proposer.walk(backbone, anchors, choose)
+            c = policy.conditional(block.confidence_logits)
+        lengths = [0] * n if block is None else policy.lengths(c, self._room(active))
+        drafts = torch.zeros(n, rounds.gamma, dtype=torch.long) if block is None else block.tokens
+        logits = rounds.verify_lanes(graphs, width, drafts, lengths, count).float()
 
         device = active[0].transcript.ids.device
-        drafts, scores = block.tokens.to(device), block.scores.to(device)
+        drafts, scores = drafts.to(device), None if block is None else block.scores.to(device)
         parts = logits[: sum(lengths) + n].to(device).split([length + 1 for length in lengths])
         decided = []
         for i, (row, length, row_logits) in enumerate(zip(active, lengths, parts, strict=True)):
-            q = policy.distribution(scores[i, :length], drafts[i, :length])
+            given = row_logits[:0] if scores is None else scores[i, :length]
+            q = policy.distribution(given, drafts[i, :length])
             if q is not None:
                 q = F.pad(q, (0, row_logits.shape[-1] - q.shape[-1]))
             decided.append(verify(row.transcript, drafts[i, :length], q, row_logits, row.processors))
@@ -261,7 +288,7 @@ class RaggedLoop:
         for i, row in enumerate(active):
             self._finish(
                 row,
-                draft_tokens=block.tokens[i].tolist(),
+                draft_tokens=[] if block is None else block.tokens[i].tolist(),
                 c=None if c is None else c[i].tolist(),
                 verified=lengths[i],
                 committed=committed[i],

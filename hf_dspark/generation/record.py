@@ -24,7 +24,7 @@ class Round:
         row: row of the batch.
         position: index of the anchor among the row's real tokens; the prompt counts, padding does not.
         anchor: x_0.
-        draft_tokens: the γ drafts x_1..x_γ.
+        draft_tokens: the γ drafts x_1..x_γ; none in a round that the scheduler left to the target alone.
         confidence: c_1..c_γ, or `None` without confidence head.
         survival: a_1..a_γ, or `None` without confidence head.
         verified: ℓ, drafts that the target scored.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import kernels
+from .. import confidence, kernels
 from ..modeling_dspark import BackboneOutput
 from ..proposal import Proposer, markov_walk
 from .graphs import Graphs
@@ -42,6 +42,15 @@ class RoundOptions:
     truncates: bool
     samples: bool
     one_hot: bool
+
+
+class Proposed(NamedTuple):
+    """Drafts [L, γ] of the lanes, their distributions q [L, γ, V] if they were drawn, and confidence logits [L, γ]."""
+
+    lanes: Lanes
+    drafts: torch.Tensor
+    q: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
 
 
 class Verified(NamedTuple):
@@ -109,6 +118,9 @@ class Rounds:
         self._drafts = torch.zeros(num_rows, self.gamma, dtype=torch.long, device=device)
         self._verified = torch.zeros(num_rows, dtype=torch.long, device=device)
         self._committed = torch.zeros(2, num_rows, dtype=torch.long, device=device)
+        self._proposed: Proposed
+        self._c: torch.Tensor | None
+        self._source: tuple  # of the recording that `_lanes` belongs to
         self._lanes: Lanes
         self._open: Verified
 
@@ -134,20 +146,72 @@ class Rounds:
         return graphs.run(key, lambda: self._round(width, options, graphs.enabled), self._static(width)).cpu()
 
     def _round(self, width: int, options: RoundOptions, recorded: bool) -> torch.Tensor:
+        proposed = self._propose(width, options, recorded)
+        size = width * (options.count + 1) if recorded else None
+        decision = proposed.confidence_logits, self.temperatures, self.threshold, options.count, options.truncates
+        plan = self._do(plan_verify, recorded)
+        c, lengths, at = plan(proposed.lanes, self.lengths, proposed.drafts, size, *decision)
+        return self._conclude(proposed, c, lengths, at, options, recorded)
+
+    def _propose(self, width: int, options: RoundOptions, recorded: bool) -> Proposed:
         with torch.profiler.record_function("dspark_propose"):
             self.seed.add_(1)
+            if options.count == 0:  # the target goes on alone
+                lanes, _ = self._open_round(width, recorded)
+                return Proposed(lanes, lanes.anchors[:, None].expand(-1, self.gamma), None, None)
             lanes, backbone = self.draft(width, recorded, raw=True)
             drafts, q = self.walk(lanes, backbone, options)
-            confidence_logits = self._proposer.confidence_logits(backbone, lanes.anchors, drafts)
+            return Proposed(lanes, drafts, q, self._proposer.confidence_logits(backbone, lanes.anchors, drafts))
+
+    def _conclude(
+        self,
+        proposed: Proposed,
+        c: torch.Tensor | None,
+        lengths: torch.Tensor,
+        at: VerifyTokens,
+        options: RoundOptions,
+        recorded: bool,
+    ) -> torch.Tensor:
+        lanes, drafts, q, _ = proposed
         with torch.profiler.record_function("target_verify"):
-            size = width * (options.count + 1) if recorded else None
-            decision = confidence_logits, self.temperatures, self.threshold, options.count, options.truncates
-            c, lengths, at = self._do(plan_verify, recorded)(lanes, self.lengths, drafts, size, *decision)
             verified = self.verify(at)
         with torch.profiler.record_function("decode_sample"):
             accepted, own = self.accept(verified, drafts, q, lengths, options)
             self.commit(lanes, verified, accepted + 1, own, recorded)
             return self._do(report, recorded)(drafts, own, accepted, lengths, c)
+
+    # ---- the same in two parts, for lengths that a scheduler chooses in between
+
+    def propose(self, graphs: Graphs, width: int, options: RoundOptions) -> torch.Tensor | None:
+        """Draft a block in every lane. Returns c_k [width, γ] on the host, or `None` without confidence head."""
+
+        def function() -> tuple[Proposed, torch.Tensor | None]:
+            proposed = self._propose(width, options, graphs.enabled)
+            logits = proposed.confidence_logits
+            return proposed, None if logits is None else confidence.conditional(logits, self.temperatures)
+
+        key = ("propose", self.num_rows, width, options, self.warpers.kind)
+        self._proposed, self._c = graphs.run(key, function, self._static(width))
+        return None if self._c is None else self._c.cpu()
+
+    def conclude(self, graphs: Graphs, width: int, lengths: list[int], options: RoundOptions) -> torch.Tensor:
+        """Verify `lengths[i]` drafts of each lane with a row; returns what `run` returns.
+
+        The flat axis is padded to a multiple of `width`, so there are γ + 1 recordings at most.
+        """
+        recorded, proposed, c = graphs.enabled, self._proposed, self._c
+        size = -(-(sum(lengths) + len(lengths)) // width) * width if recorded else None
+        padded = torch.tensor(lengths + [-1] * (width - len(lengths)))
+        self._verified[:width] = padded
+
+        def function() -> torch.Tensor:
+            lengths = self._verified[:width]
+            at = self._do(lay_verify, recorded)(proposed.lanes, self.lengths, proposed.drafts, lengths, size)
+            return self._conclude(proposed, c, lengths, at, options, recorded)
+
+        key = ("conclude", self.num_rows, width, size, options, self.warpers.kind)
+        whole = size == width * (self.gamma + 1)
+        return graphs.run(key, function, whole and self._static(width)).cpu()
 
     # ---- steps
 
@@ -158,11 +222,14 @@ class Rounds:
     def _do(self, function: Callable, recorded: bool) -> Callable:
         return compiled(function) if recorded and self._compiles else function
 
-    def draft(self, width: int, recorded: bool, raw: bool) -> tuple[Lanes, BackboneOutput]:
-        """Backbone output of a block behind the anchor of every lane; `raw` as in `Proposer.backbone`."""
+    def _open_round(self, width: int, recorded: bool) -> tuple[Lanes, Blocks]:
         config = self._proposer.draft.config
         state = self.ends, self.lengths, self.anchors
-        lanes, blocks = self._do(open_round, recorded)(*state, width, config.block_size, config.mask_token_id)
+        return self._do(open_round, recorded)(*state, width, config.block_size, config.mask_token_id)
+
+    def draft(self, width: int, recorded: bool, raw: bool) -> tuple[Lanes, BackboneOutput]:
+        """Backbone output of a block behind the anchor of every lane; `raw` as in `Proposer.backbone`."""
+        lanes, blocks = self._open_round(width, recorded)
         self._context.blocks = blocks.tokens
         return lanes, self._proposer.backbone(self._context, blocks.ids, blocks.positions, raw)
 
@@ -213,11 +280,16 @@ class Rounds:
 
     # ---- the same in three parts, for decisions on the host
 
-    def propose_lanes(self, graphs: Graphs, width: int) -> BackboneOutput:
-        """Backbone output of the next block of every lane."""
-        key = ("draft", self.num_rows, width)
-        function = partial(self.draft, width, graphs.enabled, raw=False)
-        self._lanes, backbone = graphs.run(key, function, self._static(width))
+    def propose_lanes(self, graphs: Graphs, width: int, drafts: bool) -> BackboneOutput | None:
+        """Backbone output of the next block of every lane; `None` when the round goes without `drafts`."""
+        if not drafts:
+            self._source = "lanes", self.num_rows
+            open_round = partial(self._open_round, width, graphs.enabled)
+            self._lanes, _ = graphs.run((*self._source, width), open_round, self._static(width))
+            return None
+        self._source = "draft", self.num_rows
+        draft = partial(self.draft, width, graphs.enabled, raw=False)
+        self._lanes, backbone = graphs.run((*self._source, width), draft, self._static(width))
         return backbone
 
     def verify_lanes(
@@ -233,7 +305,7 @@ class Rounds:
             given = self._drafts[:width], self._verified[:width], size
             return self.verify(self._do(lay_verify, recorded)(lanes, self.lengths, *given))
 
-        self._open = graphs.run(("verify", self.num_rows, width, count), function, self._static(width))
+        self._open = graphs.run(("verify", *self._source, width, count), function, self._static(width))
         return self._open.logits
 
     def commit_lanes(self, graphs: Graphs, width: int, committed: list[int], own: list[int], count: int) -> None:
@@ -242,7 +314,7 @@ class Rounds:
         self._committed[:, : len(committed)] = torch.tensor([committed, own])
         given = self._committed[0, :width], self._committed[1, :width]
         graphs.run(
-            ("commit", self.num_rows, width, count),
+            ("commit", *self._source, width, count),
             lambda: self.commit(lanes, verified, *given, graphs.enabled),
             self._static(width),
         )

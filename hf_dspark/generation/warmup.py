@@ -1,13 +1,16 @@
 """`warmup`: compile and record before the first call needs it."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling_dspark import DSparkForCausalLM
-from .engine import MAX_ROWS, TURN, bucket, engine_of
+from .engine import MAX_ROWS, TURN, Engine, engine_of
+from .layout import bucket
 from .options import draft_options
 from .path import why_not_pair
 from .rounds import RoundOptions
@@ -38,15 +41,8 @@ def warmup(
         raise ValueError(f"`batch_size` must be in 1..{MAX_ROWS}, got {batch_size}.")
     if max_length is not None and max_length < 1:
         raise ValueError(f"`max_length` must be a positive number of tokens, got {max_length}.")
-    draft.attach_target(target)
-    if why_not := why_not_pair(target, draft):
-        raise ValueError(f"This pair has no fast path: {why_not}.")
-    try:
-        engine = engine_of(target, draft)
-    except NotImplementedError as error:
-        raise ValueError(f"This pair has no fast path: {error}.") from error
     widths = [1 << i for i in reversed(range(bucket(batch_size).bit_length()))]
-    with engine.held(), TURN, torch.no_grad():
+    with idle_engine(target, draft) as engine:
         rounds = engine.rounds(widths[0])
         engine.reserve(widths[0], max_length or 1, keep=False)
         rounds.ends.zero_()
@@ -64,6 +60,26 @@ def warmup(
             options = RoundOptions(count, threshold > 0, samples=warpers is not None, one_hot=one_hot)
             rounds.run(graphs, width, options)
     return time.perf_counter() - started
+
+
+@contextmanager
+def idle_engine(target: PreTrainedModel, draft: DSparkForCausalLM) -> Iterator[Engine]:
+    """The engine of a pair outside of any generate() call.
+
+    Raises:
+        ValueError: for a pair without a fast path.
+    """
+    draft.attach_target(target)
+    why_not = why_not_pair(target, draft)
+    if why_not is None:
+        try:
+            engine = engine_of(target, draft)
+        except NotImplementedError as error:
+            why_not = str(error)
+    if why_not is not None:
+        raise ValueError(f"This pair has no fast path: {why_not}.")
+    with engine.held(), TURN, torch.no_grad():
+        yield engine
 
 
 def _kinds(target: PreTrainedModel) -> list[Warpers | None]:

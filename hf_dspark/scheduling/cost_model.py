@@ -103,7 +103,7 @@ class CostModel:
             context_length: tokens in the caches of each row while it is measured.
 
         Raises:
-            ValueError: sizes below 1.
+            ValueError: sizes below 1, or a pair without a fast path.
         """
         rows = sorted(set(batch_sizes))
         if not rows or rows[0] < 1 or context_length < 1:
@@ -112,9 +112,13 @@ class CostModel:
                 "Give the numbers of rows that generate() will be called with."
             )
         tokens = [count * size for count in rows for size in range(1, draft.config.num_draft_tokens + 2)]
-        timer = step_timer(target, draft, num_rows=rows[-1], context_length=context_length)
+        from ..generation.timing import EngineTimer  # generation knows this room
+        from ..generation.warmup import idle_engine
+
         environment = describe(target, draft, context_length=context_length)
-        return cls.measure(timer, token_counts=tokens, row_counts=rows, environment=environment)
+        with idle_engine(target, draft) as engine:
+            timer = EngineTimer(engine, rows[-1], context_length)
+            return cls.measure(timer, token_counts=tokens, row_counts=rows, environment=environment)
 
     @classmethod
     def measure(
@@ -195,11 +199,6 @@ class CostModel:
         if path is not None:
             figure.savefig(path, dpi=150)
         return figure
-
-
-def step_timer(target: Any, draft: Any, *, num_rows: int, context_length: int) -> StepTimer:
-    """The engine of generate() with `num_rows` rows of `context_length` tokens in its caches, warmed up."""
-    raise NotImplementedError("The engine has no timer yet.")
 
 
 def describe(target: Any, draft: Any, *, context_length: int) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""`EngineTimer`: times of the pieces of a round on an engine, for the cost model of the scheduler."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from .layout import bucket
+from .rounds import RoundOptions
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class EngineTimer:
+    """The engine with `num_rows` rows of `context_length` tokens in its caches; what they hold is lost.
+
+    Greedy rounds with whole blocks; each size runs once before it is timed.
+    """
+
+    def __init__(self, engine: "Engine", num_rows: int, context_length: int):
+        self._engine, self._num_rows, self._length = engine, num_rows, context_length
+        self._rounds = engine.rounds(bucket(num_rows))
+        gamma, width = self._rounds.gamma, self._rounds.num_rows
+        self._options = RoundOptions(gamma, truncates=False, samples=False, one_hot=False)
+        engine.reserve(width, context_length + self._rounds.block_size + 2, keep=False)
+        engine.prefill([torch.zeros(1, dtype=torch.long, device=self._rounds.ends.device)] * width, width)
+        self._graphs = engine.graphs(self._rounds)
+        self._seen: set[tuple[str, int]] = set()
+
+    def draft(self, num_rows: int) -> float:
+        """Milliseconds of backbone, walk and confidence for `num_rows` rows."""
+        width = self._start(num_rows)
+        return self._time(("draft", num_rows), lambda: self._rounds.propose(self._graphs, width, self._options))
+
+    def verify(self, num_tokens: int) -> float:
+        """Milliseconds of a target forward over `num_tokens` tokens, acceptance and the new draft context."""
+        rows = min(num_tokens, self._num_rows)
+        width = self._start(rows)
+        self._rounds.propose(self._graphs, width, self._options)
+        lengths = [num_tokens // rows - 1 + (row < num_tokens % rows) for row in range(rows)]
+        conclude = self._rounds.conclude
+        return self._time(("verify", num_tokens), lambda: conclude(self._graphs, width, lengths, self._options))
+
+    def _start(self, num_rows: int) -> int:
+        """All of `num_rows` rows behind their context; returns the number of lanes."""
+        rounds = self._rounds
+        for buffer, value in ((rounds.ends, 2**40), (rounds.lengths, self._length)):
+            buffer.zero_()
+            buffer[:num_rows] = value
+        return bucket(num_rows) if self._graphs.enabled else num_rows
+
+    def _time(self, key: tuple[str, int], function: Callable[[], object]) -> float:
+        if key not in self._seen:
+            function()
+            self._seen.add(key)
+            self._rounds.lengths.clamp_(max=self._length)
+        started = time.perf_counter()
+        function()  # both pieces end with a read, so the device has finished
+        return 1000 * (time.perf_counter() - started)
