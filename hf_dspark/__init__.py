@@ -9,6 +9,8 @@ target = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-8B", dtype="auto", dev
 output = target.generate(**inputs, assistant_model=draft, max_new_tokens=256)
 ```
 
+A batch, or `cache_implementation="static"`, takes the fast path: see `warmup`, `release` and `FastPath`.
+
 Importing the package claims DSpark checkpoints for the Auto classes and installs one hook in generate().
 """
 

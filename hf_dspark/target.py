@@ -17,9 +17,8 @@ def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int])
 
     Args:
         hidden_states_or_outputs: a tuple as `output_hidden_states` gives it (entry 0 the embeddings, entry i+1 the
-        output
-            of layer i, the last entry after the final norm), or a model output that has one. Entries that no tap needs
-            may be `None`. Each entry is [B, S, H_target].
+            output of layer i, the last entry after the final norm), or a model output that has one. Entries that no tap
+            needs may be `None`. Each entry is [B, S, H_target].
         target_layer_ids: taps; id i reads entry i+1 and -1 the embeddings.
 
     Returns:
