@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..default_pair import SetupError
-from . import bench, calibrate, console, eval, generate, inspect, setup_demo, synthesize, train
+from . import bench, calibrate, console, eval, generate, inspect, profile, setup_demo, synthesize, train
 
 app = typer.Typer(
     name="hf-dspark",
@@ -25,6 +25,7 @@ app.command("train")(train.train)
 app.command("eval")(eval.eval)
 app.command("bench")(bench.bench)
 app.command("calibrate")(calibrate.calibrate)
+app.command("profile")(profile.profile)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -58,14 +58,17 @@ class FusedFirst(nn.Module):
 
 
 class FusedNext(nn.Module):
-    """Hands on what `FusedFirst` computed."""
+    """Hands on what `FusedFirst` computed; the last one forgets it."""
 
-    def __init__(self, index: int, outputs: _Outputs):
+    def __init__(self, index: int, last: bool, outputs: _Outputs):
         super().__init__()
-        self.index, self.outputs = index, outputs
+        self.index, self.last, self.outputs = index, last, outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.outputs.parts[self.index]
+        part = self.outputs.parts[self.index]
+        if self.last:
+            self.outputs.parts = ()
+        return part
 
 
 class Fused:
@@ -144,7 +147,7 @@ def _replace(module: nn.Module, names: tuple[str, ...], weight: torch.Tensor, bi
     outputs = _Outputs()
     setattr(module, names[0], FusedFirst(weight, bias, sizes, outputs))
     for i, name in enumerate(names[1:], start=1):
-        setattr(module, name, FusedNext(i, outputs))
+        setattr(module, name, FusedNext(i, i == len(names) - 1, outputs))
 
 
 class Compiled:

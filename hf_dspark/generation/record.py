@@ -76,6 +76,7 @@ class SpeculationStats:
 
     @property
     def num_rounds(self) -> int:
+        """Rounds of all rows: a step over a batch counts once for each row that took part."""
         return len(self.rounds)
 
     @property

@@ -119,6 +119,7 @@ class Rounds:
         self._verified = torch.zeros(num_rows, dtype=torch.long, device=device)
         self._committed = torch.zeros(2, num_rows, dtype=torch.long, device=device)
         self._proposed: Proposed
+        self._before: torch.Tensor
         self._c: torch.Tensor | None
         self._source: tuple  # of the recording that `_lanes` belongs to
         self._lanes: Lanes
@@ -185,13 +186,14 @@ class Rounds:
     def propose(self, graphs: Graphs, width: int, options: RoundOptions) -> torch.Tensor | None:
         """Draft a block in every lane. Returns c_k [width, γ] on the host, or `None` without confidence head."""
 
-        def function() -> tuple[Proposed, torch.Tensor | None]:
+        def function() -> tuple[Proposed, torch.Tensor, torch.Tensor | None]:
             proposed = self._propose(width, options, graphs.enabled)
             logits = proposed.confidence_logits
-            return proposed, None if logits is None else confidence.conditional(logits, self.temperatures)
+            c = None if logits is None else confidence.conditional(logits, self.temperatures)
+            return proposed, self.lengths.clone(), c
 
         key = ("propose", self.num_rows, width, options, self.warpers.kind)
-        self._proposed, self._c = graphs.run(key, function, self._static(width))
+        self._proposed, self._before, self._c = graphs.run(key, function, self._static(width))
         return None if self._c is None else self._c.cpu()
 
     def conclude(self, graphs: Graphs, width: int, lengths: list[int], options: RoundOptions) -> torch.Tensor:
@@ -199,14 +201,16 @@ class Rounds:
 
         The flat axis is padded to a multiple of `width`, so there are γ + 1 recordings at most.
         """
-        recorded, proposed, c = graphs.enabled, self._proposed, self._c
+        recorded, proposed, before, c = graphs.enabled, self._proposed, self._before, self._c
         size = -(-(sum(lengths) + len(lengths)) // width) * width if recorded else None
         padded = torch.tensor(lengths + [-1] * (width - len(lengths)))
         self._verified[:width] = padded
 
         def function() -> torch.Tensor:
             lengths = self._verified[:width]
-            at = self._do(lay_verify, recorded)(proposed.lanes, self.lengths, proposed.drafts, lengths, size)
+            # The lanes are those of the first part also while this one is recorded, when it runs more than once: so it
+            # starts from the lengths of that time.
+            at = self._do(lay_verify, recorded)(proposed.lanes, before, proposed.drafts, lengths, size)
             return self._conclude(proposed, c, lengths, at, options, recorded)
 
         key = ("conclude", self.num_rows, width, size, options, self.warpers.kind)

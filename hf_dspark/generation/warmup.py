@@ -44,7 +44,7 @@ def warmup(
     widths = [1 << i for i in reversed(range(bucket(batch_size).bit_length()))]
     with idle_engine(target, draft) as engine:
         rounds = engine.rounds(widths[0])
-        engine.reserve(widths[0], max_length or 1, keep=False)
+        engine.reserve(widths[0], (max_length or 1) + rounds.block_size + 2, keep=False)
         rounds.ends.zero_()
         one = torch.zeros(1, dtype=torch.long, device=draft.device)
         engine.prefill([one] * widths[0], widths[0])
