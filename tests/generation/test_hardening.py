@@ -173,7 +173,7 @@ def test_a_plain_call_leaves_no_note_on_its_config():
 
 def test_an_unknown_scheduler_is_not_ignored():
     draft = copy.deepcopy(tiny.perm_draft())
-    draft.scheduler = "auto"
+    draft.scheduler = "fastest"
     with pytest.raises(ValueError, match="scheduler"):
         checks.generate(tiny.perm_target(), draft, IDS[0].tolist())
 
