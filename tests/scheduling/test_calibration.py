@@ -1,5 +1,6 @@
 """STS: known temperatures come back, what cannot change does not, labels are right, little data is refused."""
 
+import copy
 import json
 import math
 
@@ -232,7 +233,7 @@ def test_wrong_calls_are_refused():
 
 
 def test_forms_of_prompts():
-    tokenizer = tiny.tokenizer()
+    tokenizer = copy.deepcopy(tiny.tokenizer())
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}#"
     assert _token_ids([3, 4], None) == [3, 4] and _token_ids(torch.tensor([3, 4]), None) == [3, 4]
     assert _token_ids("ab", tokenizer) == [0, 1]
