@@ -1,0 +1,170 @@
+"""Recorded rounds, rehearsed on the CPU: fixed widths and sizes, compiled forms, idle runs before the real one.
+
+On a GPU a round is recorded once and replayed. Here `Rehearsal` runs it as a recording would: twice with no row at
+work, then for real, padded to its bucket, through the compiled layers (backend aot_eager, which needs no compiler).
+What a recording could not do shows as another text, another draw or an output of another shape.
+"""
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+import checks
+import hf_dspark
+import tiny
+from hf_dspark.generation import engine, rounds
+from hf_dspark.generation.engine import Engine, FastPath
+from hf_dspark.generation.graphs import Graphs
+
+ROWS = [[5, 9, 11, 3, 8], [40, 7], [3, 30, 31, 17, 2, 12, 50]]
+FAMILIES = ["perm", "qwen3", "mistral", "gemma2"]
+
+
+def shapes_of(outputs) -> list:
+    if isinstance(outputs, torch.Tensor):
+        return [(tuple(outputs.shape), outputs.dtype)]
+    if dataclasses.is_dataclass(outputs):
+        outputs = tuple(vars(outputs).values())
+    return [shape for part in outputs for shape in shapes_of(part)] if isinstance(outputs, tuple) else [outputs]
+
+
+class Rehearsal(Graphs):
+    """Runs what would be recorded; `shapes` are those of each key's outputs, which a graph cannot change."""
+
+    shapes: dict = {}
+
+    def run(self, key, function, static=True):
+        if not self.enabled:
+            return function()
+        with self._idle(), self._prepared(static):
+            function()
+            function()
+        with self._prepared(static):
+            outputs = function()
+        if outputs is not None:
+            found = shapes_of(outputs)
+            assert self.shapes.setdefault((id(self), key), found) == found, key
+        return outputs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recording():
+    """Engines of this module record; those of drafts with `capture=False` do not."""
+    compile_ = torch.compile
+
+    def without_a_compiler(function, **options):
+        return compile_(function, **{"backend": "aot_eager"} | options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", without_a_compiler)
+        patch.setattr(engine, "Graphs", Rehearsal)
+        patch.setattr(Engine, "_why_uncaptured", lambda self, *pair: "" if self._options.capture else "as asked")
+        rounds.compiled.cache_clear()
+        yield
+    rounds.compiled.cache_clear()
+    Rehearsal.shapes.clear()
+    pair.cache_clear()
+    hf_dspark.release()
+
+
+@functools.cache
+def pair(family: str):
+    """A target and a draft that is right about part of its text, so that rows accept different lengths."""
+    target = tiny.perm_target(layers=2) if family == "perm" else tiny.random_target(family, layers=2)
+    target, table = copy.deepcopy(target), torch.zeros(tiny.V, tiny.V)
+    for row in ROWS:
+        text = checks.plain(target, row)[0].tolist()
+        own = tiny.text_table(text)
+        for token in text[len(row) + 3 :: 4]:
+            own[token] = own[token].roll(1)
+        table = torch.where(own.any(-1, keepdim=True), own, table)
+    return target, tiny.load_draft(*tiny.guided_files(table, taps=(-1, 0)))
+
+
+def unrecorded(draft):
+    other = copy.deepcopy(draft)
+    other.fast_path = FastPath(capture=False, compile=False)
+    return other
+
+
+def run(target, draft, rows=ROWS, **options):
+    """Text, and the decisions of every round."""
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options
+    if len(rows) == 1:
+        options["cache_implementation"] = "static"
+    torch.manual_seed(5)
+    with hf_dspark.record() as stats:
+        ids = target.generate(**checks.batch(rows), assistant_model=draft, **options)
+    assert (stats.path, stats.captured) == ("ragged", (draft.fast_path or FastPath()).capture), stats.reason
+    return ids.tolist(), [(r.row, r.position, r.draft_tokens, r.verified, r.accepted) for r in stats.rounds]
+
+
+def equals_plain(target, draft, rows=ROWS, **options):
+    """Recorded text is that of plain generate and every decision that of uncaptured rounds."""
+    text, decisions = run(target, draft, rows, **options)
+    given = {name: value for name, value in options.items() if "assistant" not in name}
+    plain = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | given
+    assert text == target.generate(**checks.batch(rows), **plain).tolist()
+    assert (text, decisions) == run(target, unrecorded(draft), rows, **options)
+    return decisions
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_rounds_give_the_text_of_plain_generate(family):
+    """A batch whose rows end one by one through three widths, then one row."""
+    target, draft = pair(family)
+    texts = [checks.plain(target, row)[0, len(row) :].tolist() for row in ROWS]
+    early = {token for text in texts for token in text[:3]}
+    ends = [next(token for token in text if token not in early) for text in texts[:2]]
+    decisions = equals_plain(target, draft, eos_token_id=ends)
+    assert {row for row, *_ in decisions} == {0, 1, 2}
+    assert len({accepted for *_, accepted in decisions}) > 1
+    equals_plain(target, draft, ROWS[:1])
+
+
+def test_recorded_rounds_with_decisions_on_the_host():
+    """A processor stands between the draft's and the target's recording."""
+    target, draft = pair("qwen3")
+    equals_plain(target, draft, repetition_penalty=1.3)
+    equals_plain(target, draft, ROWS[:1], repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("options", [{"assistant_confidence_threshold": 0.5}, {"num_assistant_tokens": 2}])
+def test_recorded_rounds_that_verify_less(options):
+    """What is left out of a round is padding of its recording."""
+    target, draft = pair("qwen3")
+    decisions = equals_plain(target, draft, **options)
+    assert min(verified for *_, verified, _ in decisions) < 3
+
+
+WARPERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+
+
+@pytest.mark.parametrize("method,options", [("probabilistic", {}), ("probabilistic", WARPERS), ("greedy", WARPERS)])
+def test_recorded_rounds_draw_what_uncaptured_rounds_draw(method, options, monkeypatch):
+    """The same seed gives the same draws, whatever the padding; idle runs do not move the streams on."""
+    target, draft = pair("qwen3")
+    monkeypatch.setattr(draft, "draft_sample_method", method)
+    for rows in (ROWS, ROWS[:1]):
+        given = {"do_sample": True, "eos_token_id": [3, 9, 17, 30], **options}
+        recorded = run(target, draft, rows, **given)
+        assert recorded == run(target, unrecorded(draft), rows, **given)
+        assert recorded == run(target, draft, rows, **given)
+
+
+def test_recorded_host_sampling_draws_what_uncaptured_rounds_draw():
+    target, draft = pair("qwen3")
+    given = {"do_sample": True, "typical_p": 0.8, "eos_token_id": [3, 9]}
+    assert run(target, draft, **given) == run(target, unrecorded(draft), **given)
+
+
+def test_recordings_survive_growth_in_the_middle_of_a_call(monkeypatch):
+    """Larger caches mean new recordings; what the rows hold is kept. More rows than before mean more of them."""
+    monkeypatch.setattr(engine, "FIRST_SLOTS", 64)
+    target, draft = pair("perm")
+    equals_plain(target, draft)
+    equals_plain(target, draft, [tiny.chain(3, 60), ROWS[1]], max_new_tokens=40)
+    equals_plain(target, draft, [*ROWS, ROWS[0][:3], ROWS[2][:1]], max_new_tokens=9)
