@@ -21,7 +21,7 @@ from transformers import (
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation import engine, ragged_cache, ragged_loop
+from hf_dspark.generation import engine, fuse, ragged_cache, ragged_loop
 from hf_dspark.generation.engine import Engine, FastPath, engine_of
 from hf_dspark.generation.graphs import Graphs, RecordingFailed
 
@@ -75,6 +75,22 @@ def test_biases_changed_in_place():
             layer.self_attn.q_proj.bias.normal_(0, 3)
             layer.self_attn.v_proj.bias.normal_(0, 3)
     equal(target, draft)
+
+
+@fault("the same in the draft, whose proposals then follow from old biases; the text stays right")
+def test_biases_of_the_draft_changed_in_place():
+    target, config = pair()[0], tiny.draft_config(taps=(-1, 1), attention_bias=True)
+    biases = {
+        f"layers.0.self_attn.{name}_proj.bias": torch.randn(size)
+        for name, size in zip("qkvo", (64, 32, 32, 64), strict=True)
+    }
+    draft = tiny.load_draft(config, tiny.draft_tensors(config) | biases)
+    equal(target, draft)
+    with torch.no_grad():
+        draft.layers[0].self_attn.k_proj.bias.normal_(0, 4)
+        draft.layers[0].self_attn.v_proj.bias.normal_(0, 4)
+    proposals = [[r.draft_tokens for r in equal(target, each).rounds] for each in (draft, copy.deepcopy(draft))]
+    assert proposals[0] == proposals[1]
 
 
 @fault("one parameter in two groups is a view of the last group only: changes in place miss the others")
@@ -254,6 +270,13 @@ def test_targets_whose_layers_cannot_be_watched(kind):
     equal(target, draft)
 
 
+@fault("the twin has lost the hooks that collect router logits for the auxiliary loss", raises=LookupError)
+def test_mixtures_that_report_their_router():
+    """`output_router_logits` stays in the config after fine-tuning; plain generate and the plain path allow it."""
+    settings = {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
+    equal(*built(**settings), ROWS[:1], **STATIC)
+
+
 @fault("numbers for the device are made in torch's default dtype", raises=(AssertionError, struct.error))
 def test_another_default_dtype():
     """float64 breaks c_k; half precision rounds temperatures of sampling and calibration, for good."""
@@ -331,6 +354,25 @@ def test_calls_inside_calls_of_two_threads(own_turn, monkeypatch):
     thread.start()
     thread.join(6)
     assert not thread.is_alive()
+
+
+@fault("two drafts of one target fuse and part its weights at once; a thread then finds half of a change")
+def test_weights_of_a_target_are_fused_by_one_thread_at_a_time(monkeypatch):
+    """Seen as "setStorage: sizes ... are out of bounds" with three drafts in three threads and a release."""
+    target, draft = pair()
+    other, finished, original = tiny.random_draft(target, taps=(-1, 1), seed=2), [], fuse.Fused._fuse
+
+    def slowly(self, module, names):
+        if threading.current_thread() is threading.main_thread() and not finished:
+            thread = threading.Thread(target=engine_of, args=(target, other), daemon=True)
+            thread.start()
+            thread.join(2)
+            finished.append(not thread.is_alive())
+        return original(self, module, names)
+
+    monkeypatch.setattr(fuse.Fused, "_fuse", slowly)
+    equal(target, draft)
+    assert finished == [False]
 
 
 # ---- warmup
