@@ -11,7 +11,9 @@ def conditional(
     Shapes: [..., γ] in and out, float32. `temperatures` are the γ STS temperatures; `None` means T_k = 1.
     """
     if temperatures is not None:
-        confidence_logits = confidence_logits / torch.as_tensor(temperatures, device=confidence_logits.device)
+        confidence_logits = confidence_logits / torch.as_tensor(
+            temperatures, device=confidence_logits.device, dtype=confidence_logits.dtype
+        )
     return confidence_logits.sigmoid()
 
 

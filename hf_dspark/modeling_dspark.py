@@ -316,6 +316,7 @@ def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
     return (
         isinstance(linear, nn.Linear)
         and type(linear) is nn.Linear
+        and "forward" not in vars(linear)
         and linear.weight.device.type != "meta"
         and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     )

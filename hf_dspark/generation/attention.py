@@ -93,6 +93,7 @@ def attention_function(
     if (unknown := kwargs.get("s_aux")) is not None:
         raise NotImplementedError(f"attention sinks ({type(unknown).__name__} s_aux) are not supported")
     tokens = module.ragged_cache.tokens
+    module.ragged_window = sliding_window
     keys, values = module.ragged_store.add(tokens, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if tokens.spans is not None and tokens.most > MOST_DECODED:

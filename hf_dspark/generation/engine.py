@@ -15,7 +15,7 @@ from ..proposal import Proposer
 from ..scheduling.cost_model import CostModel
 from ..target import share_vocabulary
 from . import fuse
-from .graphs import Graphs
+from .graphs import TURN, Graphs
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .rounds import Rounds
 from .timing import EngineTimer
@@ -28,8 +28,6 @@ MAX_ROWS = 64
 FIRST_SLOTS = 1024
 STEP = 64
 PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
-# Kernels that meet in a counter of their device, and recordings, must not overlap; threads take turns round by round.
-TURN = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -52,10 +50,11 @@ class Engines:
     """The engines of one draft, by target. Copies of the draft start without any."""
 
     _all: "weakref.WeakSet[Engines]" = weakref.WeakSet()
+    # Building and releasing move weights that several engines may share.
+    _building = threading.RLock()
 
     def __init__(self) -> None:
         self.of_target: dict[int, Engine] = {}
-        self.lock = threading.Lock()
         Engines._all.add(self)
 
     def __deepcopy__(self, memo: dict) -> "Engines":
@@ -64,10 +63,11 @@ class Engines:
     def __reduce__(self) -> tuple:
         return Engines, ()
 
+    @torch.no_grad()
     def get(self, target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
         """The engine of the pair; a new one when the modules of either have been exchanged."""
         options = draft.fast_path or FastPath()
-        with self.lock:
+        with Engines._building:
             engine = self.of_target.get(id(target))
             if engine is None or not engine.fits(target, draft, options):
                 if engine is not None:
@@ -83,7 +83,7 @@ class Engines:
             engines.of_target.pop(target_id, None)
 
     def release(self, target: PreTrainedModel | None) -> None:
-        with self.lock:
+        with Engines._building:
             keys = list(self.of_target) if target is None else [id(target)] * (id(target) in self.of_target)
             for key in keys:
                 engine = self.of_target.pop(key)
@@ -195,8 +195,13 @@ class Engine:
         if rows * capacity > 4 * num_rows * slots:
             rows, capacity = num_rows, slots  # few long rows after many short ones, or the other way round
         self._graphs.clear()
-        for store in (cache, self._context):
-            store.resize(rows, capacity, keep)
+        try:
+            for store in (cache, self._context):
+                store.resize(rows, capacity, keep)
+        except BaseException:  # some layers have the new size, others not
+            for store in (cache, self._context):
+                store.drop()
+            raise
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
@@ -220,10 +225,11 @@ class Engine:
             ends = torch.tensor([count for _, _, count in spans]).cumsum(0) - 1
             last = [start + count == len(prompts[row]) for row, start, count in spans]
             keep = ends[torch.tensor(last)].to(ids.device)
-            row_logits, features = self.twin.forward(ids, tokens, keep)
+            with TURN:
+                row_logits, features = self.twin.forward(ids, tokens, keep)
+                self._context.committed = tokens
+                self.proposer.draft.append_context(self._context, features, tokens.positions[None])
             logits.append(row_logits[-len(keep) :] if len(keep) else row_logits[:0])
-            self._context.committed = tokens
-            self.proposer.draft.append_context(self._context, features, tokens.positions[None])
         return torch.cat(logits)
 
     def cost_model(self, num_rows: int, context_length: int) -> CostModel:

@@ -1,5 +1,6 @@
 """Memory-bound savings on the twins of a pair: fused projections and compiled layers. Values stay as they are."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -79,7 +80,9 @@ class Fused:
     """
 
     def __init__(self, target: nn.Module, draft: DSparkForCausalLM, projections: bool):
-        self._weights: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
+        modules = [module for model in (target, draft) for module in model.modules()]
+        self._uses = Counter(id(p) for module in modules for p in module._parameters.values())
         if projections:
             for module in list(target.modules()):
                 self._fuse(module, QUERY_KEY_VALUE)
@@ -100,18 +103,19 @@ class Fused:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         if len(biases) not in (0, len(linears)) or any(type(weight) is not nn.Parameter for weight in weights):
             return
+        if any(self._uses[id(parameter)] > 1 for parameter in (*weights, *biases)):
+            return  # a shared parameter can be a view of one matrix only
         # Parameters that were made views in inference mode could never be trained again.
         with torch.inference_mode(False), torch.no_grad():
-            bias = torch.cat([bias.detach() for bias in biases]) if biases else None
-            _replace(module, names, _as_one(weights), bias)
-        self._weights += weights
+            _replace(module, names, _as_one(weights), _as_one(biases) if biases else None)
+        self._parameters += [*weights, *biases]
 
     def _fuse_context(self, draft: DSparkForCausalLM) -> None:
         """The draft keeps keys and values of all layers in one matrix already; each layer's part of it is a product."""
         layers = [layer.self_attn for layer in draft.layers]
         linears = [linear for layer in layers for linear in layer.key_value_projections()]
-        if not all(is_plain(linear) for linear in linears):
-            return
+        if not all(is_plain(linear) and linear.bias is None for linear in linears):
+            return  # the biases of all layers would be a copy
         weight, bias = draft.context_projection(linears)
         setattr(draft, "project_context", partial(linear, weight=weight, bias=bias))  # noqa: B010 (a method)
         if len(linears) == len(layers):  # values are keys: one projection a layer
@@ -119,23 +123,23 @@ class Fused:
         size = len(weight) // len(layers)
         for i, layer in enumerate(layers):
             part = slice(i * size, (i + 1) * size)
-            _replace(layer, ("k_proj", "v_proj"), weight[part], None if bias is None else bias[part])
+            _replace(layer, ("k_proj", "v_proj"), weight[part], None)
 
     def undo(self) -> None:
         """Give every weight memory of its own again."""
         with torch.inference_mode(False), torch.no_grad():
-            for parameter in self._weights:
+            for parameter in self._parameters:
                 parameter.data = parameter.data.clone()
-        self._weights.clear()
+        self._parameters.clear()
 
 
 def _as_one(weights: list[nn.Parameter]) -> torch.Tensor:
-    """The matrix [ΣN, K] of which the weights [N, K] are views, as they are after an earlier call or as of now."""
+    """The matrix [ΣN, K] (or vector) of which the weights [N, K] are views, from an earlier call or as of now."""
     first = weights[0].detach()
     ends = [weight.data_ptr() + weight.nbytes for weight in weights]
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
     if len(storages) == 1 and ends[:-1] == [weight.data_ptr() for weight in weights[1:]]:
-        return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+        return first.as_strided((sum(map(len, weights)), *first.shape[1:]), first.stride())
     one = torch.cat([weight.detach() for weight in weights])
     for parameter, view in zip(weights, one.split([len(weight) for weight in weights]), strict=True):
         parameter.data = view

@@ -1,10 +1,15 @@
 """CUDA graphs: a function of fixed buffers is recorded once and replayed as one launch."""
 
+import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+# Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
+# Held for device work only, never while code of a caller runs.
+TURN = threading.RLock()
 
 
 class RecordingFailed(RuntimeError):
@@ -32,6 +37,13 @@ class Graphs:
         Raises:
             RecordingFailed: on the first use of a key.
         """
+        with TURN:
+            outputs = self._run(key, function, static)
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+        return outputs
+
+    def _run(self, key: Hashable, function: Callable[[], Any], static: bool) -> Any:
         if not self.enabled:
             return function()
         if key not in self._recorded:

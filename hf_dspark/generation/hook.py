@@ -116,7 +116,8 @@ def decode(
     draft.attach_target(target)
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
     gamma = draft.config.num_draft_tokens
-    reason = why_target_only(target, logits_processor, synced_gpus, model_kwargs)
+    limits = input_ids.shape[1], generation_config.max_length
+    reason = why_target_only(target, logits_processor, synced_gpus, model_kwargs, *limits)
     engine, why_not = None, None
     if reason is None and wants_ragged(input_ids, generation_config):
         engine, why_not = _engine(target, draft, input_ids, generation_config, model_kwargs)

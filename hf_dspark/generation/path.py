@@ -85,9 +85,38 @@ def why_not_target(target: PreTrainedModel) -> str | None:
         return f"the ragged path has no {', '.join(sorted(kinds))} layers"
     if getattr(text, "num_kv_shared_layers", 0):
         return "the ragged path has no layers that share keys and values"
+    if target.training:
+        return "the ragged path runs no dropout, and the target is in train mode"
+    if any("forward" in vars(module) or hasattr(module, "_orig_mod") for module in (target, *target.modules())):
+        return "the ragged path runs modules of its own, and a `forward` of the target was replaced or compiled"
+    if not _prepares_inputs_as_usual(target):
+        return f"{type(target).__name__} has a `prepare_inputs_for_generation` of the caller's"
     if not getattr(target, "_supports_attention_backend", False):
         return f"{type(target).__name__} does not use transformers' attention interface"
     return None
+
+
+def _prepares_inputs_as_usual(target: PreTrainedModel) -> bool:
+    method = type(target).prepare_inputs_for_generation
+    return "prepare_inputs_for_generation" not in vars(target) and method.__module__.startswith("transformers.")
+
+
+def _length_changes_rope(target: PreTrainedModel, prompt_length: int, max_length: int) -> bool:
+    """Whether the rotary tables depend on how long the text is and change on the way: then every token has tables of
+    its own in plain decoding, and a block would share those of its last one."""
+    text = target.config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [parameters] if "rope_type" in parameters else [p for p in parameters.values() if isinstance(p, dict)]
+    for kind in kinds:
+        trained = kind.get("original_max_position_embeddings") or getattr(
+            text, "original_max_position_embeddings", None
+        )
+        trained = trained or text.max_position_embeddings
+        if kind.get("rope_type") == "dynamic" and max_length > trained:
+            return True
+        if kind.get("rope_type") == "longrope" and prompt_length <= trained < max_length:
+            return True
+    return False
 
 
 def check_static_cache(model_kwargs: dict[str, Any]) -> None:
@@ -104,7 +133,12 @@ def check_static_cache(model_kwargs: dict[str, Any]) -> None:
 
 
 def why_target_only(
-    target: PreTrainedModel, logits_processor, synced_gpus: bool, model_kwargs: dict[str, Any]
+    target: PreTrainedModel,
+    logits_processor,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+    prompt_length: int,
+    max_length: int | None,
 ) -> str | None:
     """Why drafts cannot be used in this call without changing its text; `None` when they can."""
     stateful = [type(p).__name__ for p in logits_processor if type(p).__name__ in STATEFUL_PROCESSORS]
@@ -112,6 +146,8 @@ def why_target_only(
         return f"{', '.join(stateful)} keeps state of its own and cannot be applied to drafts"
     if synced_gpus:
         return "synced_gpus needs the same number of target forwards on every rank"
+    if max_length is not None and _length_changes_rope(target, prompt_length, max_length):
+        return "the target's rotary tables change with the length of the text, so a block of drafts cannot share them"
     cache = model_kwargs.get(CACHE_KEY)
     if cache is None:
         return "rounds need a cache (use_cache=False, or the target makes its own kind)"

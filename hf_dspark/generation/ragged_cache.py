@@ -118,9 +118,13 @@ class RaggedCache(Cache):
     @torch.inference_mode(False)
     def resize(self, num_rows: int, capacity: int, keep: bool) -> None:
         """Change the size of every store, with what it holds if `keep`."""
-        self.num_rows, self.capacity = num_rows, capacity
         for store in self.stores:
             store.resize(num_rows, capacity, keep)
+        self.num_rows, self.capacity = num_rows, capacity
+
+    def drop(self) -> None:
+        """Forget everything; the next `resize` starts anew."""
+        self.resize(0, 0, keep=False)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -171,6 +175,11 @@ class RaggedContext:
             self.keys, self.values = (x.new_empty(*x.shape[:3], 0, x.shape[4]) for x in (self.keys, self.values))
         self.keys, self.values = resized(self.keys, num_rows, capacity), resized(self.values, num_rows, capacity)
         self._layers = list(zip(self.keys, self.values, strict=True))
+
+    def drop(self) -> None:
+        """Forget everything; the next `resize` starts anew."""
+        self._layers = []
+        self.keys, self.values = (x.new_empty(*x.shape[:3], 0, x.shape[4]) for x in (self.keys, self.values))
 
     @property
     def tensors(self) -> list[torch.Tensor]:

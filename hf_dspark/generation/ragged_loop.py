@@ -19,35 +19,18 @@ from transformers.generation.streamers import BaseStreamer
 from ..modeling_dspark import BackboneOutput, DSparkForCausalLM
 from ..sampling import draw
 from ..scheduling.scheduler import PrefixScheduler
-from .engine import TURN, Engine
+from .engine import Engine
 from .graphs import Graphs, RecordingFailed
 from .layout import bucket
 from .policy import AUTO, DraftPolicy
 from .record import CallRecord
 from .rounds import RoundOptions
-from .stopping import RowCriteria, Transcript
+from .row_view import RowCriteria, RowProcessors
+from .stopping import Transcript
 from .verify import verify
 from .warpers import Warpers
 
 UNLIMITED = 2**40
-
-
-class RowProcessors(LogitsProcessorList):
-    """The processors of a batch as one of its rows sees them.
-
-    Rows of a batch are at different lengths, and a processor may hold one setting a row. So the row is shown in its
-    place among copies of itself, all of its own length, as plain generate() would show it at that step.
-    """
-
-    def __init__(self, processors: LogitsProcessorList, row: int, num_rows: int):
-        super().__init__(processors)
-        self.row, self.num_rows = row, num_rows
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if self.num_rows == 1:
-            return super().__call__(input_ids, scores, **kwargs)
-        ids, copies = input_ids.expand(self.num_rows, -1), scores.repeat(self.num_rows, 1)
-        return super().__call__(ids, copies, **kwargs)[self.row : self.row + 1]
 
 
 class Row:
@@ -94,8 +77,8 @@ class RaggedLoop:
             Row(
                 i,
                 input_ids[i, real[i].bool().to(input_ids.device)],
-                Transcript(input_ids[i : i + 1], RowCriteria(stopping_criteria, i, num_rows), streamer, **keeps),
-                RowProcessors(logits_processor, i, num_rows),
+                Transcript(input_ids[i : i + 1], RowCriteria(stopping_criteria, i, self._texts), streamer, **keeps),
+                RowProcessors(logits_processor, i, self._texts),
             )
             for i in range(num_rows)
         ]
@@ -115,14 +98,15 @@ class RaggedLoop:
         """Generate; sequences are padded on the right as plain generate() pads them."""
         self.record.set_captured(not self.engine.uncaptured)
         with torch.no_grad():
-            with TURN:
-                self._prefill()
+            self._prefill()
             while active := self._active():
-                with TURN:
-                    self._round(active)
+                self._round(active)
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
+
+    def _texts(self) -> list[torch.Tensor]:
+        return [row.transcript.ids for row in self.rows]
 
     def _active(self) -> list[Row]:
         active = [row for row in self.rows if not row.transcript.stopped]
@@ -189,7 +173,7 @@ class RaggedLoop:
             buffer.copy_(torch.tensor(values))
         rounds.threshold.fill_(options.threshold)
         temperatures = self.draft.config.confidence_temperatures
-        rounds.temperatures.copy_(torch.tensor(temperatures or [1.0] * rounds.gamma))
+        rounds.temperatures.copy_(torch.tensor(temperatures or [1.0] * rounds.gamma, dtype=torch.float32))
         if self.config.do_sample and self.warpers is not None:
             rounds.warpers.set(self.warpers)
             rounds.seed.copy_(torch.randint(2**62, (1,)))
@@ -204,10 +188,13 @@ class RaggedLoop:
         try:
             round_(active, started)
         except RecordingFailed as error:
-            self.engine.uncaptured = f"rounds could not be recorded ({error})"
-            self.record.note(self.engine.uncaptured)
-            self.record.set_captured(False)
+            self._uncapture(error)
             round_(active, started)
+
+    def _uncapture(self, error: RecordingFailed) -> None:
+        self.engine.uncaptured = f"rounds could not be recorded ({error})"
+        self.record.note(self.engine.uncaptured)
+        self.record.set_captured(False)
 
     def _device_round(self, active: list[Row], started: float) -> None:
         options, rounds = self.policy.options, self.rounds
@@ -283,7 +270,12 @@ class RaggedLoop:
                 q = F.pad(q, (0, row_logits.shape[-1] - q.shape[-1]))
             decided.append(verify(row.transcript, drafts[i, :length], q, row_logits, row.processors))
         committed = [count for count, _ in decided]
-        rounds.commit_lanes(graphs, width, committed, [row.transcript.tokens[-1] for row in active], count)
+        own = [row.transcript.tokens[-1] for row in active]
+        try:
+            rounds.commit_lanes(graphs, width, committed, own, count)
+        except RecordingFailed as error:  # the tokens are in the texts already, so only this part is done again
+            self._uncapture(error)
+            rounds.commit_lanes(self.engine.graphs(rounds), width, committed, own, count)
         milliseconds = 1000 * (time.perf_counter() - started)
         for i, row in enumerate(active):
             self._finish(
@@ -305,7 +297,7 @@ class RaggedLoop:
         for i, row in enumerate(active):
             text = row.transcript.ids
             ids = torch.cat((text, prefix[i : i + 1, 1:].to(text.device)), dim=1)
-            processors = RowProcessors(self.policy.processors, row.index, len(self.rows))
+            processors = RowProcessors(self.policy.processors, row.index, self._texts)
             parts.append(self.policy.choose(ids, logits[i : i + 1].to(text.device), processors))
         return tuple(torch.cat([part[i] for part in parts]).to(self.device) for i in range(2))
 

@@ -211,7 +211,7 @@ class CallRecord:
             anchor=transcript.tokens[-committed - 1],
             draft_tokens=draft_tokens,
             confidence=c,
-            survival=None if c is None else confidence.survival(torch.tensor(c)).tolist(),
+            survival=None if c is None else confidence.survival(torch.tensor(c, dtype=torch.float32)).tolist(),
             verified=verified,
             accepted=accepted,
             next_token=transcript.tokens[-1] if committed > accepted else None,

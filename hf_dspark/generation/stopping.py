@@ -1,22 +1,8 @@
 """`Transcript`: tokens are committed one by one, each under the criteria, records and streamer of plain generate()."""
 
-from typing import Any
-
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-
-
-class RowCriteria(StoppingCriteriaList):
-    """The criteria of a batch as one of its rows sees them: in its place among copies of itself."""
-
-    def __init__(self, criteria: StoppingCriteriaList, row: int, num_rows: int):
-        super().__init__(criteria)
-        self.row, self.num_rows = row, num_rows
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        done = super().__call__(input_ids.expand(self.num_rows, -1), scores, **kwargs)
-        return done[self.row : self.row + 1]
 
 
 class Transcript:
@@ -62,7 +48,7 @@ class Transcript:
     def ids(self) -> torch.Tensor:
         """[1, t] committed tokens, the prompt included; built when somebody asks, since it is a launch on a GPU."""
         if missing := self.tokens[self._ids.shape[1] - self.prompt_length :]:
-            new = torch.tensor([missing], dtype=self._ids.dtype, device=self._ids.device)
+            new = torch.tensor([missing], device=self._ids.device)  # int64, as plain generate() adds them
             self._ids = torch.cat((self._ids, new), dim=-1)
         return self._ids
 

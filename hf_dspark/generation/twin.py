@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .._compat import CACHE_KEY
-from ..modeling_dspark import DSparkForCausalLM
+from ..modeling_dspark import DSparkForCausalLM, is_plain
 from .attention import attend_raggedly
 from .ragged_cache import FlatTokens, RaggedCache
 
@@ -48,6 +48,9 @@ def draft_twin(draft: DSparkForCausalLM) -> DSparkForCausalLM:
 
     Its vocabulary is given with every call, and what the engine keeps at the draft stays there.
     """
+    linears = [linear for layer in draft.layers for linear in layer.self_attn.key_value_projections()]
+    if all(is_plain(linear) for linear in linears):
+        draft.context_projection(linears)  # made once at the draft itself, so that all its twins share it
     memo = _shared(draft)
     memo |= {id(vars(draft).get(name)): None for name in ("_vocabulary", "_engines")}
     if draft._fused is not None:
@@ -67,6 +70,9 @@ class Twin:
 
     def __init__(self, target: PreTrainedModel, cache: RaggedCache, target_layer_ids: list[int]):
         self.model = copy.deepcopy(target, _shared(target)).eval()
+        for config in (self.model.config, self.model.config.get_text_config(decoder=True)):
+            if getattr(config, "output_router_logits", False):
+                config.output_router_logits = False  # a loss for training, computed from masks that are not here
         self.cache = cache
         self._taps = target_layer_ids
         self._seen: dict[int, torch.Tensor] = {}
@@ -119,6 +125,8 @@ class Twin:
             self.cache.tokens = FlatTokens.of(span, self.cache.num_rows, ids.device)
             inputs = self._inputs(ids[part], self.cache.tokens)
             given = [entered[part] for entered, _ in expected]
+            if len(expected) != len(self.layers):
+                raise NotImplementedError(f"the layers of {type(self.model).__name__} cannot be watched")
             found = self._layer_states(partial(self.model, **inputs), given)
             for i, ((entered, left), (_, mine)) in enumerate(zip(expected, found, strict=True)):
                 change = (left[part].float() - entered[part].float()).norm(dim=-1)
@@ -126,6 +134,18 @@ class Twin:
                 size = left[part].float().norm(dim=-1)
                 if not (error <= (5e-2 if half else 1e-3) * change + (1e-2 if half else 1e-4) * size).all():
                     raise NotImplementedError(f"layer {i} of {type(self.model).__name__} differs over the ragged cache")
+
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        """Windows must come to the attention function as its argument; in a mask or a cache they would be lost."""
+        text = self.model.config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * len(self.layers)
+        expected = kinds.count("sliding_attention") if getattr(text, "sliding_window", None) else 0
+        told = sum(getattr(module, "ragged_window", None) is not None for module in self.model.modules())
+        if told < expected:
+            name = type(self.model).__name__
+            raise NotImplementedError(f"{expected - told} layers of {name} do not tell the attention function a window")
 
     def _inputs(self, ids: torch.Tensor, tokens: FlatTokens) -> dict[str, Any]:
         positions = tokens.positions[None]
@@ -136,6 +156,8 @@ class Twin:
         """The decoder layers in order."""
         depth = self.model.config.get_text_config(decoder=True).num_hidden_layers
         lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+        if not lists:
+            raise NotImplementedError(f"{type(self.model).__name__} has no list of {depth} decoder layers")
         return list(lists[0])
 
     def _keep(self, i: int, output: torch.Tensor | tuple) -> None:

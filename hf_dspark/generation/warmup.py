@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling_dspark import DSparkForCausalLM
-from .engine import MAX_ROWS, TURN, Engine, engine_of
+from .engine import FIRST_SLOTS, MAX_ROWS, Engine, engine_of
 from .layout import bucket
 from .options import draft_options
 from .path import why_not_pair
@@ -44,7 +44,7 @@ def warmup(
     widths = [1 << i for i in reversed(range(bucket(batch_size).bit_length()))]
     with idle_engine(target, draft) as engine:
         rounds = engine.rounds(widths[0])
-        engine.reserve(widths[0], (max_length or 1) + rounds.block_size + 2, keep=False)
+        engine.reserve(widths[0], (max_length or FIRST_SLOTS // 2) + rounds.block_size + 2, keep=False)
         rounds.ends.zero_()
         one = torch.zeros(1, dtype=torch.long, device=draft.device)
         engine.prefill([one] * widths[0], widths[0])
@@ -78,7 +78,9 @@ def idle_engine(target: PreTrainedModel, draft: DSparkForCausalLM) -> Iterator[E
             why_not = str(error)
     if why_not is not None:
         raise ValueError(f"This pair has no fast path: {why_not}.")
-    with engine.held(), TURN, torch.no_grad():
+    if engine.held_here:
+        raise ValueError("A generate() call of this pair is at work in this very thread. Call this before or after it.")
+    with engine.held(), torch.no_grad():
         yield engine
 
 

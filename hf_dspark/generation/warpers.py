@@ -55,10 +55,10 @@ class DeviceWarpers:
     """The values of `Warpers` on the device, one for each of up to `size` rows of logits."""
 
     def __init__(self, size: int, device: torch.device):
-        self.temperature = torch.ones(size, device=device)
+        self.temperature = torch.ones(size, device=device, dtype=torch.float32)
         self.top_k = torch.zeros(size, dtype=torch.int32, device=device)
         self.top_p = torch.ones(size, dtype=torch.float64, device=device)  # the warper's own rounding of 1 - top_p
-        self.min_p = torch.zeros(size, device=device)
+        self.min_p = torch.zeros(size, device=device, dtype=torch.float32)
         self.kind = (False, False, False)
 
     def set(self, warpers: Warpers) -> None:
