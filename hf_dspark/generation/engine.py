@@ -15,7 +15,7 @@ from ..proposal import Proposer
 from ..scheduling.cost_model import CostModel
 from ..target import share_vocabulary
 from . import fuse
-from .graphs import TURN, Graphs
+from .graphs import TURN, Graphs, RecordingFailed
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .rounds import Rounds
 from .timing import EngineTimer
@@ -141,6 +141,16 @@ class Engine:
             return "forward hooks would not run inside a CUDA graph"
         return ""
 
+    def give_way(self, error: RecordingFailed) -> str:
+        """Do with less after a recording failed: without compiled layers, then without recordings. Returns the note."""
+        if self._compiled is not None:
+            self._compiled = None
+            for rounds in self._rounds.values():
+                rounds.compiles = False
+            return f"layers run uncompiled ({error})"
+        self.uncaptured = f"rounds could not be recorded ({error})"
+        return self.uncaptured
+
     @property
     def num_bytes(self) -> int:
         """Memory of the caches."""
@@ -176,7 +186,7 @@ class Engine:
         if num_rows not in self._rounds:
             with torch.inference_mode(False):
                 self._rounds[num_rows] = Rounds(
-                    self.twin, self.proposer, self._context, num_rows, self._options.compile
+                    self.twin, self.proposer, self._context, num_rows, self._compiled is not None
                 )
         return self._rounds[num_rows]
 

@@ -5,6 +5,7 @@ All verify tokens of a round lie on one flat axis and ended rows leave it, so th
 
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -185,16 +186,16 @@ class RaggedLoop:
         self._drafted = self.policy.should_draft()
         started = time.perf_counter()
         round_ = self._host_round if self.warpers is None else self._device_round
-        try:
-            round_(active, started)
-        except RecordingFailed as error:
-            self._uncapture(error)
-            round_(active, started)
+        self._recording(lambda: round_(active, started))
 
-    def _uncapture(self, error: RecordingFailed) -> None:
-        self.engine.uncaptured = f"rounds could not be recorded ({error})"
-        self.record.note(self.engine.uncaptured)
-        self.record.set_captured(False)
+    def _recording(self, step: Callable[[], None]) -> None:
+        """Run `step`; where its recording fails, again with less: without compiled layers, then without recordings."""
+        while True:
+            try:
+                return step()
+            except RecordingFailed as error:
+                self.record.note(self.engine.give_way(error))
+                self.record.set_captured(not self.engine.uncaptured)
 
     def _device_round(self, active: list[Row], started: float) -> None:
         options, rounds = self.policy.options, self.rounds
@@ -271,11 +272,8 @@ class RaggedLoop:
             decided.append(verify(row.transcript, drafts[i, :length], q, row_logits, row.processors))
         committed = [count for count, _ in decided]
         own = [row.transcript.tokens[-1] for row in active]
-        try:
-            rounds.commit_lanes(graphs, width, committed, own, count)
-        except RecordingFailed as error:  # the tokens are in the texts already, so only this part is done again
-            self._uncapture(error)
-            rounds.commit_lanes(self.engine.graphs(rounds), width, committed, own, count)
+        # The tokens are in the texts already, so only this part may be done again.
+        self._recording(lambda: rounds.commit_lanes(self.engine.graphs(rounds), width, committed, own, count))
         milliseconds = 1000 * (time.perf_counter() - started)
         for i, row in enumerate(active):
             self._finish(

@@ -98,12 +98,13 @@ class Rounds:
         lengths: [R] int64, tokens of each row in the caches.
         ends: [R] int64, tokens of the row's text when it is full; 0 once it has ended.
         seed: [1] int64, of the random streams; it moves on with every round.
+        compiles: whether the small steps are compiled where they are recorded.
         threshold: on c_k. temperatures: [γ] T_k. warpers: of the target's distribution.
     """
 
     def __init__(self, twin: Twin, proposer: Proposer, context: RaggedContext, num_rows: int, compiles: bool):
         self._twin, self._proposer, self._context = twin, proposer, context
-        self._compiles = compiles
+        self.compiles = compiles
         config = proposer.draft.config
         self.gamma, self.block_size = config.num_draft_tokens, config.block_size
         self.num_rows = num_rows
@@ -224,7 +225,7 @@ class Rounds:
         return width == self.num_rows
 
     def _do(self, function: Callable, recorded: bool) -> Callable:
-        return compiled(function) if recorded and self._compiles else function
+        return compiled(function) if recorded and self.compiles else function
 
     def _open_round(self, width: int, recorded: bool) -> tuple[Lanes, Blocks]:
         config = self._proposer.draft.config

@@ -59,7 +59,7 @@ def test_a_report_adds_up(draft, tmp_path):
     assert report["overall"]["prompts"] == 3 and report["overall"]["turns"] == 5
     assert rows["plain"]["tokens"] == rows["dspark"]["tokens"] == 60
     assert rows["plain"]["output_sha256"] == rows["dspark"]["output_sha256"]
-    assert rows["plain"]["speedup"] == rows["plain"]["median_speedup"] == 1.0
+    assert rows["plain"]["speedup"] == pytest.approx(1) and rows["plain"]["median_speedup"] == 1.0
     assert rows["dspark"]["identical_to_plain"] == 5 and report["outputs"] == "identical"
     assert math.isclose(rows["dspark"]["tokens_per_second"], 60 / rows["dspark"]["seconds"])
 

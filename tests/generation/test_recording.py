@@ -17,7 +17,7 @@ import hf_dspark
 import tiny
 from hf_dspark.generation import engine, rounds
 from hf_dspark.generation.engine import Engine, FastPath
-from hf_dspark.generation.graphs import Graphs
+from hf_dspark.generation.graphs import Graphs, RecordingFailed
 
 ROWS = [[5, 9, 11, 3, 8], [40, 7], [3, 30, 31, 17, 2, 12, 50]]
 FAMILIES = ["perm", "qwen3", "mistral", "gemma2"]
@@ -53,6 +53,7 @@ class Rehearsal(Graphs):
 @pytest.fixture(scope="module", autouse=True)
 def recording():
     """Engines of this module record; those of drafts with `capture=False` do not."""
+    torch.compiler.reset()  # what other tests compiled until torch gave up on a layer
     compile_ = torch.compile
 
     def without_a_compiler(function, **options):
@@ -168,3 +169,25 @@ def test_recordings_survive_growth_in_the_middle_of_a_call(monkeypatch):
     equals_plain(target, draft)
     equals_plain(target, draft, [tiny.chain(3, 60), ROWS[1]], max_new_tokens=40)
     equals_plain(target, draft, [*ROWS, ROWS[0][:3], ROWS[2][:1]], max_new_tokens=9)
+
+
+def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
+    """torch gives up on code that was compiled too often anywhere in the process; the rest of the fast path stays."""
+    target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
+    draft = tiny.random_draft(target, taps=(-1, 0))
+    failed = []
+
+    def run(self, key, function, static=True):
+        if self.enabled and engine.engine_of(target, draft)._compiled is not None:
+            failed.append(key)
+            raise RecordingFailed("recompile limit")
+        return function()
+
+    monkeypatch.setattr(Rehearsal, "run", run)
+    ids = torch.tensor([ROWS[0]])
+    plain = target.generate(ids, max_new_tokens=16, do_sample=False)
+    output, stats = checks.generate(
+        target, draft, ids, max_new_tokens=16, cache_implementation="static", return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain)
+    assert len(failed) == 1 and stats.captured and "layers run uncompiled (recompile limit)" in stats.reason
