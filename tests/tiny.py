@@ -20,7 +20,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 V = 64
 MASK = 63
@@ -128,6 +137,20 @@ def random_target(family: str = "qwen3", *, layers: int = 6, dtype: torch.dtype 
             elif "norm" in name or "ln_" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+def llava(vision_layers: int = 1):
+    """A multimodal model whose text tower is a tiny Qwen3 of six layers, at `model.language_model`."""
+    text = {name: value for name, value in SHAPE.items() if name != "model_type"}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": vision_layers, "num_attention_heads": 1}
+    vision = CLIPVisionConfig(image_size=4, patch_size=2, **sizes)
+    torch.manual_seed(0)
+    config = LlavaConfig(vision_config=vision, text_config=Qwen3Config(**text), image_token_index=62)
+    model = LlavaForConditionalGeneration(config).eval()
+    for name, parameter in model.named_parameters():
+        if "language_model" in name or "lm_head" in name:
+            parameter.data.normal_(1 if "norm" in name else 0, 0.3)
+    return model
 
 
 @functools.cache

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from command import refused, run
 
 import hf_dspark
 import tiny
 from hf_dspark.cli import bench as bench_module
-from hf_dspark.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +25,6 @@ def prompts(tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in (["abc"], ["de", "f"], ["gh"])))
     return str(path)
-
-
-def run(arguments, capsys):
-    """Exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    captured = capsys.readouterr()
-    return end.value.code, captured.out, captured.err
-
-
-def refused(arguments, capsys) -> str:
-    code, out, err = run(arguments, capsys)
-    lines = [line for line in err.splitlines() if line.startswith("Error: ")]
-    assert code == 2 and not out and len(lines) == 1 and "Traceback" not in err
-    return lines[0]
 
 
 def test_bench_measures_and_shows(pair, prompts, tmp_path, capsys):

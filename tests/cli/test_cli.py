@@ -1,5 +1,6 @@
 """The command line in-process, on a tiny pair in temporary folders."""
 
+import copy
 import io
 import json
 import os
@@ -9,12 +10,12 @@ import sys
 import time
 
 import pytest
+from command import refused, run
 
 import hf_dspark
 import tiny
 from hf_dspark import default_pair
 from hf_dspark.cli import generate as generate_module
-from hf_dspark.cli import main
 
 MAIN = [sys.executable, "-c", "from hf_dspark.cli import main; main()"]
 
@@ -24,7 +25,7 @@ def folders(tmp_path_factory):
     """(target, draft): T-perm with a tokenizer and a chat template, and a draft that is always right."""
     root = tmp_path_factory.mktemp("models")
     tiny.perm_target().save_pretrained(root / "target")
-    tokenizer = tiny.tokenizer()
+    tokenizer = copy.deepcopy(tiny.tokenizer())
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer.save_pretrained(root / "target")
     table = tiny.one_hot_table(tiny.NEXT)
@@ -36,22 +37,6 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def pair(folders):
     return ["--target", folders[0], "--draft", folders[1]]
-
-
-def run(arguments, capsys):
-    """Exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    captured = capsys.readouterr()
-    return end.value.code, captured.out, captured.err
-
-
-def refused(arguments, capsys) -> str:
-    """The one sentence of a call that is wrong usage."""
-    code, out, err = run(arguments, capsys)
-    lines = [line for line in err.splitlines() if line.startswith("Error: ")]
-    assert code == 2 and not out and len(lines) == 1 and "Traceback" not in err
-    return lines[0]
 
 
 def text_after(prompt: str, length: int) -> str:

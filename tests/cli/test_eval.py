@@ -7,11 +7,11 @@ import time
 
 import pytest
 import torch
+from command import refused, run
 
 import hf_dspark
 import tiny
 from hf_dspark.cli import calibrate as calibrate_module
-from hf_dspark.cli import main
 
 MAIN = [sys.executable, "-c", "from hf_dspark.cli import main; main()"]
 
@@ -43,21 +43,6 @@ def prompts(tmp_path):
     rows = [{"turns": ["abc"], "category": "x"}, {"turns": ["de", "f"], "category": "y"}, {"turns": ["gh"]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-def run(arguments, capsys):
-    """Exit code, stdout, stderr."""
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    captured = capsys.readouterr()
-    return end.value.code, captured.out, captured.err
-
-
-def refused(arguments, capsys) -> str:
-    code, out, err = run(arguments, capsys)
-    lines = [line for line in err.splitlines() if line.startswith("Error: ")]
-    assert code == 2 and not out and len(lines) == 1 and "Traceback" not in err
-    return lines[0]
 
 
 @pytest.fixture

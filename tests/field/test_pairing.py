@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 import checks
 import hf_dspark
@@ -142,25 +142,11 @@ class Wrapper(nn.Module):
         return self.base_model.model.generate(*args, **kwargs)
 
 
-def llava():
-    """A multimodal model whose text tower is a tiny Qwen3 at `model.language_model`."""
-    text = {name: value for name, value in tiny.SHAPE.items() if name != "model_type"}
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    vision = CLIPVisionConfig(image_size=4, patch_size=2, **sizes)
-    torch.manual_seed(0)
-    config = LlavaConfig(vision_config=vision, text_config=Qwen3Config(**text), image_token_index=62)
-    model = LlavaForConditionalGeneration(config).eval()
-    for name, parameter in model.named_parameters():
-        if "language_model" in name or "lm_head" in name:
-            parameter.data.normal_(1 if "norm" in name else 0, 0.3)
-    return model
-
-
 @pytest.mark.parametrize("slim", [False, True])
 @pytest.mark.parametrize("kind", ["wrapped", "compiled", "multimodal"])
 def test_load_10_wherever_the_target_keeps_its_embedding(kind, slim):
     target = {
-        "wrapped": lambda: Wrapper(tiny.random_target()), "multimodal": llava,
+        "wrapped": lambda: Wrapper(tiny.random_target()), "multimodal": tiny.llava,
         "compiled": lambda: torch.compile(copy.deepcopy(tiny.random_target()), backend="eager"),
     }[kind]()  # fmt: skip
     text = checks.plain(target, PROMPT)[0].tolist()

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen3Config
 
 import checks
 import tiny
@@ -106,25 +105,11 @@ def test_place_4_int8_head(rows, more):
     assert new == [tiny.chain(row[-1], 20) for row in rows] and stats.num_accepted > 0
 
 
-def llava(vision_layers: int):
-    """A multimodal model whose text tower is a tiny Qwen3 of six layers."""
-    text = {name: value for name, value in tiny.SHAPE.items() if name != "model_type"}
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": vision_layers, "num_attention_heads": 1}
-    vision = CLIPVisionConfig(image_size=4, patch_size=2, **sizes)
-    torch.manual_seed(0)
-    config = LlavaConfig(vision_config=vision, text_config=Qwen3Config(**text), image_token_index=62)
-    model = LlavaForConditionalGeneration(config).eval()
-    for name, parameter in model.named_parameters():
-        if "language_model" in name or "lm_head" in name:
-            parameter.data.normal_(1 if "norm" in name else 0, 0.3)
-    return model
-
-
 @pytest.mark.parametrize("vision_layers", [1, 6])
 @pytest.mark.parametrize("rows,more", BATCHES)
 def test_place_4_text_tower_inside_a_multimodal_model(rows, more, vision_layers):
     """The vision tower may be as deep as the text tower; the taps are the text tower's."""
-    target = llava(vision_layers)
+    target = tiny.llava(vision_layers)
     draft = led(target)
     expected = target.generate(**checks.batch(rows), max_new_tokens=20, do_sample=False, pad_token_id=0)
     output, stats = checks.generate(target, draft, None, **checks.batch(rows), pad_token_id=0, **more)
