@@ -1,4 +1,4 @@
-"""Compiled functions that meet many shapes."""
+"""torch.compile for functions that meet many shapes."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-RECOMPILE_LIMIT = 64
+# Of one function's code, over all models of a process; and of all functions together.
+RECOMPILE_LIMIT, ACCUMULATED_LIMIT = 64, 4096
 
 
 def many_shapes() -> AbstractContextManager[Any]:
@@ -18,10 +19,11 @@ def many_shapes() -> AbstractContextManager[Any]:
     """
     from torch import _dynamo as dynamo
 
-    return dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+    limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": ACCUMULATED_LIMIT}
+    return dynamo.config.patch(**limits)
 
 
 @functools.cache
-def compiled(function: Callable) -> Callable:
+def compiled(function: Callable, fullgraph: bool = False) -> Callable:
     """`torch.compile(function)`, made when it is first needed."""
-    return torch.compile(function)
+    return torch.compile(function, fullgraph=fullgraph)

@@ -1,6 +1,5 @@
 """The proposer: one backbone forward over the block, the sequential walk over its slots, confidence at the end."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from . import confidence, kernels
+from .compiling import compiled
 from .context import Context, DraftContext
 from .generation.logits_process import MarkovLogitsProcessor
 from .heads import VanillaMarkovHead
@@ -98,11 +98,6 @@ def plain_walk(
     return tokens, logits, scores
 
 
-@functools.cache
-def compiled_walk() -> Callable:
-    return torch.compile(plain_walk, fullgraph=True)
-
-
 class Proposer:
     """A draft at work for a target."""
 
@@ -135,7 +130,7 @@ class Proposer:
     def walk(self, backbone: BackboneOutput, input_ids: torch.Tensor, choose: Choose) -> DraftBlock:
         """The sequential stage; `input_ids` [B, t] ends with the anchors. Compiled on CUDA for plain choices."""
         compiles = choose in (arg_max, sample) and backbone.base_logits.is_cuda
-        walk, ids = (compiled_walk(), input_ids[:, -1:]) if compiles else (plain_walk, input_ids)
+        walk, ids = (compiled(plain_walk, fullgraph=True), input_ids[:, -1:]) if compiles else (plain_walk, input_ids)
         tokens, logits, scores = walk(self.draft.markov_head, ids, backbone, self.vocabulary.size, choose)
         confidence_logits = self.confidence_logits(backbone, input_ids[:, -1], tokens)
         survival = None

@@ -199,8 +199,7 @@ class Engine:
         if num_rows <= cache.num_rows and slots <= cache.capacity:
             return
         if slots > cache.capacity:  # a text that grows is copied a few times only
-            slots = max(slots, FIRST_SLOTS, cache.capacity + cache.capacity // 2 if keep else 0)
-            slots = -(-slots // STEP) * STEP
+            slots = whole_slots(max(slots, cache.capacity + cache.capacity // 2 if keep else 0))
         rows, capacity = max(num_rows, cache.num_rows), max(slots, cache.capacity)
         if rows * capacity > 4 * num_rows * slots:
             rows, capacity = num_rows, slots  # few long rows after many short ones, or the other way round
@@ -255,6 +254,11 @@ class Engine:
         self._active = rounds
         self._graphs.enabled = not self.uncaptured
         return self._graphs
+
+
+def whole_slots(length: int) -> int:
+    """Slots of a row that is to hold `length` tokens."""
+    return -(-max(length, FIRST_SLOTS) // STEP) * STEP
 
 
 def pack(lengths: list[int], chunk: int) -> list[list[tuple[int, int, int]]]:

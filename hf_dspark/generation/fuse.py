@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import kernels
+from ..compiling import many_shapes
 from ..modeling_dspark import DSparkForCausalLM, is_plain
 from .twin import Twin
 
 QUERY_KEY_VALUE, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FEW_ROWS = 16  # up to here the kernel beats the library (benchmarks/kernels_h200.json)
-RECOMPILE_LIMIT = 64  # of one layer's code, over all models of a process
 
 
 @torch.library.custom_op("hf_dspark::linear", mutates_args=())
@@ -182,7 +182,7 @@ class Compiled:
         for module, forward in zip(self._modules, self._compiled[static], strict=True):
             module.forward = forward
         try:
-            with dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=4096):
+            with many_shapes():
                 yield
         finally:
             for module, forward in zip(self._modules, plain, strict=True):

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .layout import bucket
+
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
 # Held for device work only, never while code of a caller runs.
 TURN = threading.RLock()
@@ -65,6 +67,10 @@ class Graphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 outputs = function()
         return graph, outputs
+
+    def width(self, count: int) -> int:
+        """Lanes for `count` rows: recordings need few different widths, plain code takes any."""
+        return bucket(count) if self.enabled else count
 
     def __len__(self) -> int:
         return len(self._recorded)

@@ -80,13 +80,7 @@ class PlainLoop:
         for note in policy.notes:
             record.note(note)
         keeps = bool(generation_config.return_dict_in_generate)
-        self.transcript = Transcript(
-            input_ids,
-            stopping_criteria,
-            streamer,
-            keep_scores=keeps and bool(generation_config.output_scores),
-            keep_logits=keeps and bool(generation_config.output_logits),
-        )
+        self.transcript = Transcript(input_ids, stopping_criteria, streamer, generation_config)
         self.hidden_states: tuple | None = () if keeps and generation_config.output_hidden_states else None
         self.attentions: tuple | None = () if keeps and generation_config.output_attentions else None
         self.cache = TargetCache(model_kwargs[CACHE_KEY], target.config.get_text_config(decoder=True))

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, P
 from .._compat import CACHE_KEY
 from ..configuration_dspark import DSparkConfig
 from ..target import check_pair
-from .engine import FIRST_SLOTS
+from .engine import whole_slots
 from .layout import bucket
 from .path import why_not_target
 
@@ -24,8 +24,7 @@ class CacheMemory:
 
     def num_bytes(self, num_rows: int, length: int) -> int:
         """What an engine allocates that first serves `num_rows` rows of `length` tokens, its spare row included."""
-        slots = -(-max(length, FIRST_SLOTS) // 64) * 64
-        return (bucket(num_rows) + 1) * slots * (self.target + self.draft)
+        return (bucket(num_rows) + 1) * whole_slots(length) * (self.target + self.draft)
 
 
 def cache_memory(target: PreTrainedConfig, draft: DSparkConfig, dtype: torch.dtype | None = None) -> CacheMemory:

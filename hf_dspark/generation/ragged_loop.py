@@ -68,17 +68,15 @@ class RaggedLoop:
         self.policy = DraftPolicy(draft, generation_config, logits_processor)
         for note in self.policy.notes:
             record.note(note)
-        keeps = {
-            "keep_scores": bool(generation_config.return_dict_in_generate and generation_config.output_scores),
-            "keep_logits": bool(generation_config.return_dict_in_generate and generation_config.output_logits),
-        }
         num_rows = input_ids.shape[0]
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         self.rows = [
             Row(
                 i,
                 input_ids[i, real[i].bool().to(input_ids.device)],
-                Transcript(input_ids[i : i + 1], RowCriteria(stopping_criteria, i, self._texts), streamer, **keeps),
+                Transcript(
+                    input_ids[i : i + 1], RowCriteria(stopping_criteria, i, self._texts), streamer, generation_config
+                ),
                 RowProcessors(logits_processor, i, self._texts),
             )
             for i in range(num_rows)
@@ -87,11 +85,11 @@ class RaggedLoop:
         self._runs_on = num_rows > 1 and not any(hasattr(c, "eos_token_id") for c in stopping_criteria)
         self.device = draft.device
         self.rounds = engine.rounds(bucket(num_rows))
-        self.warpers = self._device_warpers(logits_processor, any(keeps.values()))
+        self.warpers = self._device_warpers(logits_processor)
 
-    def _device_warpers(self, processors: LogitsProcessorList, keeps: bool) -> Warpers | None:
+    def _device_warpers(self, processors: LogitsProcessorList) -> Warpers | None:
         """How the device samples; `None` if the host must decide, since it has to see or to show scores."""
-        if keeps:
+        if self.rows[0].transcript.scores is not None or self.rows[0].transcript.logits is not None:
             return None
         return Warpers.of(processors) if self.config.do_sample else None if processors else Warpers()
 
@@ -200,7 +198,7 @@ class RaggedLoop:
     def _device_round(self, active: list[Row], started: float) -> None:
         options, rounds = self.policy.options, self.rounds
         graphs = self.engine.graphs(rounds)
-        width = bucket(len(active)) if graphs.enabled else len(active)
+        width = graphs.width(len(active))
         kind = RoundOptions(
             count=options.num_assistant_tokens,
             truncates=options.threshold > 0,
@@ -247,7 +245,7 @@ class RaggedLoop:
         """A round whose tokens are chosen on the host; the forwards around it are the same."""
         rounds, policy = self.rounds, self.policy
         graphs = self.engine.graphs(rounds)
-        width = bucket(len(active)) if graphs.enabled else len(active)
+        width = graphs.width(len(active))
         n, count = len(active), policy.options.num_assistant_tokens
         backbone, block, c = rounds.propose_lanes(graphs, width, self._drafted), None, None
         if backbone is not None:

@@ -7,13 +7,14 @@ number of lanes alone and can be recorded in a CUDA graph; on a CPU the same cod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .. import confidence, kernels
+from ..compiling import compiled
 from ..modeling_dspark import BackboneOutput
 from ..proposal import Proposer, markov_walk
 from .graphs import Graphs
@@ -82,12 +83,6 @@ def close_round(
     tokens = lay_commit(lanes, at, committed, lengths.shape[0])
     move_on(lanes, anchors, lengths, committed, own)
     return tokens
-
-
-@cache
-def compiled(function: Callable) -> Callable:
-    """Dozens of launches for a handful of numbers become a few."""
-    return torch.compile(function, fullgraph=True)
 
 
 class Rounds:
@@ -225,7 +220,8 @@ class Rounds:
         return width == self.num_rows
 
     def _do(self, function: Callable, recorded: bool) -> Callable:
-        return compiled(function) if recorded and self.compiles else function
+        """`function`, or its compiled form: dozens of launches for a handful of numbers become a few."""
+        return compiled(function, fullgraph=True) if recorded and self.compiles else function
 
     def _open_round(self, width: int, recorded: bool) -> tuple[Lanes, Blocks]:
         config = self._proposer.draft.config

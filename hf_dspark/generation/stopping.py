@@ -1,7 +1,7 @@
 """`Transcript`: tokens are committed one by one, each under the criteria, records and streamer of plain generate()."""
 
 import torch
-from transformers import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -23,14 +23,13 @@ class Transcript:
         input_ids: torch.Tensor,
         criteria: StoppingCriteriaList,
         streamer: BaseStreamer | None,
-        *,
-        keep_scores: bool,
-        keep_logits: bool,
+        generation_config: GenerationConfig,
     ):
+        keeps = bool(generation_config.return_dict_in_generate)
         self.prompt_length = input_ids.shape[1]
         self.tokens: list[int] = []
-        self.scores: tuple[torch.Tensor, ...] | None = () if keep_scores else None
-        self.logits: tuple[torch.Tensor, ...] | None = () if keep_logits else None
+        self.scores: tuple[torch.Tensor, ...] | None = () if keeps and generation_config.output_scores else None
+        self.logits: tuple[torch.Tensor, ...] | None = () if keeps and generation_config.output_logits else None
         self.stopped = False
         self._ids = input_ids
         self._streamer = streamer

@@ -49,7 +49,7 @@ class EngineTimer:
         for buffer, value in ((rounds.ends, 2**40), (rounds.lengths, self._length)):
             buffer.zero_()
             buffer[:num_rows] = value
-        return bucket(num_rows) if self._graphs.enabled else num_rows
+        return self._graphs.width(num_rows)
 
     def _time(self, key: tuple[str, int], function: Callable[[], object]) -> float:
         if key not in self._seen:

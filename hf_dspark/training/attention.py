@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from ..compiling import compiled, many_shapes
 from ..context import Rope
-from .compiling import compiled, many_shapes
 
 if TYPE_CHECKING:
     from ..layers import DSparkAttention

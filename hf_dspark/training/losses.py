@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..compiling import compiled, many_shapes
 from .blocks import BlockOutput
-from .compiling import compiled, many_shapes
 from .rows import LogitRows
 
 CHUNK_ELEMENTS = 2**25

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .._compat import hidden_states_request
+from ..compiling import many_shapes
 from ..target import context_features
 from .anchors import gather_positions
-from .compiling import many_shapes
 from .rows import LogitRows
 
 
