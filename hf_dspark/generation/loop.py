@@ -4,6 +4,7 @@ prefill -> first token -> rounds of propose, verify, commit, observe -> the outp
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .policy import AUTO
 from .record import CallRecord
 from .stopping import Transcript
 from .target_cache import TargetCache
-from .verify import verify
+from .verify import decided_probabilities, verify
 
 
 class PrefillRecorder:
@@ -169,7 +170,7 @@ class PlainLoop:
             if q is not None:
                 # A target's logits may be wider than the vocabulary its config states.
                 q = F.pad(q.to(ids.device), (0, logits.shape[-1] - q.shape[-1]))
-            committed, accepted = verify(self.transcript, drafts, q, logits, self.processors)
+            committed, accepted, scores = verify(self.transcript, drafts, q, logits, self.processors)
 
             self.cache.forget(len(drafts) + 1 - committed)
             self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
@@ -190,8 +191,23 @@ class PlainLoop:
                 committed=committed,
                 accepted=accepted,
                 milliseconds=1000 * (time.perf_counter() - started),
+                **self._probabilities(proposal, scores, accepted, committed),
             )
         self.position += committed
+
+    def _probabilities(
+        self, proposal: Proposal | None, scores: Sequence[torch.Tensor], accepted: int, committed: int
+    ) -> dict[str, list[float]]:
+        """`q` and `p` of a round, where somebody asked for them."""
+        if not self.record.probabilities:
+            return {}
+        next_token = self.transcript.tokens[-1] if committed > accepted else None
+        if proposal is None:
+            return {"q": [], "p": decided_probabilities(scores, [], accepted, next_token)}
+        return {
+            "q": self.generator.policy.draft_probabilities(proposal.block.tokens[0], proposal.block.scores[0]),
+            "p": decided_probabilities(scores, proposal.tokens.tolist(), accepted, next_token),
+        }
 
     def _propose(self, ids: torch.Tensor, limit: int | None) -> Proposal | None:
         """The next block; `None` when the target goes on alone: it cannot be rolled back, or drafts do not pay."""

@@ -70,6 +70,12 @@ class DraftPolicy:
         """q [ℓ, V] of drafts [ℓ] chosen from `scores` [ℓ, V]; `None` for greedy decoding."""
         return draft_distribution(scores, tokens, self.sample_method) if self.do_sample else None
 
+    def draft_probabilities(self, tokens: torch.Tensor, scores: torch.Tensor) -> list[float]:
+        """`Round.q`: q_k(x_k) of drafts [γ] chosen from `scores` [γ, V]."""
+        q = self.distribution(scores, tokens)
+        q = scores.softmax(dim=-1) if q is None else q
+        return q.gather(-1, tokens[:, None])[:, 0].tolist()
+
     def conditional(self, confidence_logits: torch.Tensor | None) -> torch.Tensor | None:
         """c_k with the draft's temperatures."""
         return None if confidence_logits is None else confidence.conditional(confidence_logits, self._temperatures)

@@ -28,7 +28,7 @@ from .record import CallRecord
 from .rounds import RoundOptions
 from .row_view import RowCriteria, RowProcessors
 from .stopping import Transcript
-from .verify import verify
+from .verify import decided_probabilities, verify
 from .warpers import Warpers
 
 UNLIMITED = 2**40
@@ -89,7 +89,8 @@ class RaggedLoop:
 
     def _device_warpers(self, processors: LogitsProcessorList) -> Warpers | None:
         """How the device samples; `None` if the host must decide, since it has to see or to show scores."""
-        if self.rows[0].transcript.scores is not None or self.rows[0].transcript.logits is not None:
+        shown = self.rows[0].transcript
+        if shown.scores is not None or shown.logits is not None or self.record.probabilities:
             return None
         return Warpers.of(processors) if self.config.do_sample else None if processors else Warpers()
 
@@ -268,20 +269,28 @@ class RaggedLoop:
             if q is not None:
                 q = F.pad(q, (0, row_logits.shape[-1] - q.shape[-1]))
             decided.append(verify(row.transcript, drafts[i, :length], q, row_logits, row.processors))
-        committed = [count for count, _ in decided]
+        committed = [count for count, _, _ in decided]
         own = [row.transcript.tokens[-1] for row in active]
         # The tokens are in the texts already, so only this part may be done again.
         self._recording(lambda: rounds.commit_lanes(self.engine.graphs(rounds), width, committed, own, count))
         milliseconds = 1000 * (time.perf_counter() - started)
-        for i, row in enumerate(active):
+        for i, (row, (_, accepted, seen)) in enumerate(zip(active, decided, strict=True)):
+            probabilities = {}
+            if self.record.probabilities:
+                next_token = own[i] if committed[i] > accepted else None
+                probabilities = {
+                    "q": [] if scores is None else policy.draft_probabilities(drafts[i], scores[i]),
+                    "p": decided_probabilities(seen, drafts[i, : lengths[i]].tolist(), accepted, next_token),
+                }
             self._finish(
                 row,
                 draft_tokens=[] if block is None else block.tokens[i].tolist(),
                 c=None if c is None else c[i].tolist(),
                 verified=lengths[i],
                 committed=committed[i],
-                accepted=decided[i][1],
+                accepted=accepted,
                 milliseconds=milliseconds,
+                **probabilities,
             )
         self._end(active)
 

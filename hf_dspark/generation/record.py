@@ -31,6 +31,10 @@ class Round:
         accepted: drafts that were committed and returned.
         next_token: the target's own token (correction or bonus); `None` when a draft token ended the row.
         milliseconds: duration of the whole step, shared by the rows of a batch.
+        q, p: with `record(probabilities=True)`, else `None`. `q` has q_k(x_k) of all γ drafts, the draft's probability;
+            `p` has p_k(x_k), the target's, for the drafts it decided on (the accepted ones and the first rejected) and
+            then that of `next_token`, if there is one. Both after temperature and logits processors, as in the
+            acceptance rule. Greedy decoding takes the likeliest token instead; there they are softmaxes of the scores.
     """
 
     call: int
@@ -44,6 +48,8 @@ class Round:
     accepted: int
     next_token: int | None
     milliseconds: float
+    q: list[float] | None = None
+    p: list[float] | None = None
 
     @property
     def num_committed(self) -> int:
@@ -64,6 +70,7 @@ class SpeculationStats:
         captured: whether CUDA graphs ran.
         reason: why this path, and what was not used.
         gamma: γ of the drafts that were used, the largest of them.
+        probabilities: whether rounds are to hold `q` and `p`.
     """
 
     rounds: list[Round] = field(default_factory=list)
@@ -73,6 +80,7 @@ class SpeculationStats:
     captured: bool = False
     reason: str = ""
     gamma: int = 0
+    probabilities: bool = field(default=False, repr=False)
 
     @property
     def num_rounds(self) -> int:
@@ -136,10 +144,14 @@ _ACTIVE: ContextVar[tuple[SpeculationStats, ...]] = ContextVar("hf_dspark_record
 
 
 @contextmanager
-def record() -> Iterator[SpeculationStats]:
+def record(*, probabilities: bool = False) -> Iterator[SpeculationStats]:
     """Collect the statistics of every DSpark call made inside the block, in this thread or async task only.
 
     Records nest: an inner call counts in both.
+
+    Args:
+        probabilities: also note q and p of the drafts in each `Round`. The host has to see all scores for that, so the
+            fast path lets it decide between the recorded parts of a round, which is slower.
 
     ```python
     with hf_dspark.record() as stats:
@@ -147,7 +159,7 @@ def record() -> Iterator[SpeculationStats]:
     print(stats.mean_acceptance_length)
     ```
     """
-    stats = SpeculationStats()
+    stats = SpeculationStats(probabilities=probabilities)
     token = _ACTIVE.set((*_ACTIVE.get(), stats))
     try:
         yield stats
@@ -165,6 +177,7 @@ class CallRecord:
         self.stats = SpeculationStats()
         self._all = (self.stats, *_ACTIVE.get())
         self._index = {id(stats): stats.calls for stats in self._all}
+        self.probabilities = any(stats.probabilities for stats in self._all)
         for stats in self._all:
             stats.calls += 1
             stats.gamma = max(stats.gamma, gamma)
@@ -201,6 +214,8 @@ class CallRecord:
         committed: int,
         accepted: int,
         milliseconds: float,
+        q: list[float] | None = None,
+        p: list[float] | None = None,
     ) -> None:
         """Note a round whose tokens, the last `committed` ones, `transcript` holds already."""
         self.add_tokens(committed)
@@ -216,6 +231,8 @@ class CallRecord:
             accepted=accepted,
             next_token=transcript.tokens[-1] if committed > accepted else None,
             milliseconds=milliseconds,
+            q=q,
+            p=p,
         )
         for stats in self._all:
             stats.rounds.append(replace(done, call=self._index[id(stats)]))

@@ -4,6 +4,8 @@ With transformers' own processors, functions of the prefix, all slots are decide
 state, so then slots are decided one after the other and it only ever sees committed text.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrainedLogitsProcessor
@@ -67,7 +69,7 @@ def verify(
     q: torch.Tensor | None,
     logits: torch.Tensor,
     processors: LogitsProcessorList,
-) -> tuple[int, int]:
+) -> tuple[int, int, Sequence[torch.Tensor]]:
     """Decide on ℓ drafts and commit what follows.
 
     Args:
@@ -78,7 +80,7 @@ def verify(
         processors: every processor of the call.
 
     Returns:
-        tokens committed, and how many of them are drafts.
+        tokens committed, how many of them are drafts, and the processed scores [V] of every slot that was decided.
     """
     if all(applies_to_draft(processor) for processor in processors):
         return _verify_at_once(transcript, tokens, q, logits, processors)
@@ -91,8 +93,8 @@ def _verify_at_once(
     q: torch.Tensor | None,
     logits: torch.Tensor,
     processors: LogitsProcessorList,
-) -> tuple[int, int]:
-    scores = logits
+) -> tuple[int, int, Sequence[torch.Tensor]]:
+    scores: torch.Tensor = logits
     if len(processors):
         ids = torch.cat((transcript.ids, tokens[None]), dim=-1)
         start = transcript.ids.shape[1]
@@ -100,7 +102,7 @@ def _verify_at_once(
         scores = torch.cat([processors(ids[:, : start + i], logits[i : i + 1].clone()) for i in slots])
     chosen = [token for token in decide(tokens, q, scores).tolist() if token != REJECTED]
     committed = transcript.commit(chosen, scores, logits)
-    return committed, min(committed, len(chosen) - 1)
+    return committed, min(committed, len(chosen) - 1), scores
 
 
 def _verify_stepwise(
@@ -109,14 +111,29 @@ def _verify_stepwise(
     q: torch.Tensor | None,
     logits: torch.Tensor,
     processors: LogitsProcessorList,
-) -> tuple[int, int]:
-    drafts = tokens.tolist()
+) -> tuple[int, int, Sequence[torch.Tensor]]:
+    drafts, seen = tokens.tolist(), []
     for i in range(logits.shape[0]):
         row = slice(i, i + 1)
         scores = processors(transcript.ids, logits[row].clone())
         (token,) = decide(tokens[row], None if q is None else q[row], scores).tolist()
         transcript.commit([token], scores, logits[row])
+        seen.append(scores[0])
         accepted = i < len(drafts) and token == drafts[i]
         if transcript.stopped or not accepted:
-            return i + 1, i + accepted
+            return i + 1, i + accepted, seen
     raise AssertionError("the last slot always brings the target's own token")
+
+
+def decided_probabilities(
+    scores: Sequence[torch.Tensor], drafts: list[int], accepted: int, next_token: int | None
+) -> list[float]:
+    """`Round.p`: of the accepted drafts, of the one that `next_token` replaced, and of `next_token`."""
+    slots = list(enumerate(drafts[:accepted]))
+    if next_token is not None:
+        slots += [(accepted, token) for token in (*drafts[accepted : accepted + 1], next_token)]
+    if not slots:
+        return []
+    rows, tokens = zip(*slots, strict=True)
+    p = torch.stack([scores[i] for i in rows]).softmax(dim=-1)
+    return p.gather(-1, torch.tensor(tokens, device=p.device)[:, None])[:, 0].tolist()
