@@ -114,7 +114,6 @@ class _Synthesis:
         self.output = Path(config.output)
         self.progress_file = self.output.with_name(self.output.name + ".progress")
         self.jobs = _jobs(config)
-        self.done, self.counts, self.seen = self._restore()
         name = config.target or str(setup_demo())
         device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
         target = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, config.dtype)).to(device).eval()
@@ -124,9 +123,10 @@ class _Synthesis:
             raise ValueError(f"{name} has no chat template: give prompts of one turn.")
         self.writer = Writer(target, tokenizer, config.batch_size, config.max_length)
         self.written = 0
+        self.done, self.counts, self.seen = self._restore()
 
     def run(self) -> SynthesisResult:
-        size, started = self.config.batch_size, time.perf_counter()
+        size, started = self.writer.wave, time.perf_counter()
         self._append([], self.done)
         starts = range(0, len(self.jobs), size)
         bar = logging.tqdm(total=len(self.jobs), initial=min(self.done * size, len(self.jobs)), unit="conversation")
@@ -234,7 +234,7 @@ class _Synthesis:
             file.write("".join(lines).encode())
             file.flush()
             os.fsync(file.fileno())
-        progress = {"done": done, "bytes": self.output.stat().st_size, "counts": self.counts}
+        progress = {"done": done, "bytes": self.output.stat().st_size, "counts": self.counts, "wave": self.writer.wave}
         partial = self.progress_file.with_name(self.progress_file.name + ".partial")
         partial.write_text(json.dumps(progress | {"config": self.config.fingerprint()}))
         partial.replace(self.progress_file)
@@ -254,6 +254,8 @@ class _Synthesis:
         progress = json.loads(self.progress_file.read_text())
         now = json.loads(json.dumps(self.config.fingerprint()))
         changed = [name for name, value in now.items() if progress["config"].get(name) != value]
+        if progress["wave"] != self.writer.wave:
+            changed.append("kind of device")  # how many conversations a batch has depends on it
         if changed:
             raise ValueError(
                 f"{self.output} was begun with other {', '.join(changed)}. Give the same, or another file."

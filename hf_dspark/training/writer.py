@@ -1,22 +1,31 @@
-"""The target as a writer: batches of continuations with one cache shape."""
+"""The target as a writer: continuations of many texts at once."""
 
+import random
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.utils import logging
+
+from ..generation.continuous import ContinuousDecoder
+
+logger = logging.get_logger(__name__)
 
 PADDED_TO = 64
+WAVE = 8
 
 
 class Writer:
     """Continues many texts at once, from the target's own distribution at a temperature, nothing else changed.
 
-    On CUDA the cache is static and its shape always `batch_size` × `max_length`, so that transformers compiles the
-    target's forward once; there, missing rows are filled up.
+    On CUDA rows that end are refilled at once (`ContinuousDecoder`). For targets that cannot do that, transformers'
+    generate() has a static cache, whose shape is always `batch_size` × `max_length`, so that it compiles the target's
+    forward once; there, missing rows are filled up.
     """
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int):
         self.target, self.batch_size, self.max_length = target, batch_size, max_length
+        self._decoder: ContinuousDecoder | None = None
         ends = target.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.ends = sorted({end for end in (*ends, tokenizer.eos_token_id) if end is not None})
@@ -24,6 +33,16 @@ class Writer:
             raise ValueError("The target has no end-of-text token: set `eos_token_id` in its generation config.")
         self.padding = self.ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.static = target.device.type == "cuda"
+        if self.static:
+            try:
+                self._decoder = ContinuousDecoder(target, batch_size, max_length)
+            except NotImplementedError as error:
+                logger.warning(f"Rows wait for the longest of their batch, which is slower: {error}.")
+
+    @property
+    def wave(self) -> int:
+        """Texts that are best given to `write` at once: enough to refill rows with, or one batch."""
+        return self.batch_size * (WAVE if self._decoder else 1)
 
     @torch.no_grad()
     def write(
@@ -32,12 +51,15 @@ class Writer:
         """Continuations of `texts`, with the token that ended each, if one did.
 
         Args:
-            texts: at most `batch_size` lists of ids.
+            texts: at most `wave` lists of ids.
             temperature: 0 for the likeliest tokens.
             ends: further tokens that end a continuation.
             at_most: tokens of the longest; otherwise up to `max_length` with its text.
         """
         stops = sorted({*self.ends, *(ends or [])})
+        if self._decoder is not None:
+            seed = random.getrandbits(31)
+            return self._decoder.write(texts, temperature=temperature, ends=stops, at_most=at_most, seed=seed)
         rows = texts + texts[:1] * (self.batch_size - len(texts) if self.static else 0)
         width = -(-max(map(len, rows)) // PADDED_TO) * PADDED_TO
         width = min(width, self.max_length - 1)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import tiny
 from hf_dspark import training
+from hf_dspark.generation.continuous import ContinuousDecoder
 from hf_dspark.training import synthesis
 from hf_dspark.training.conversation import ChatText, Conversation
 from hf_dspark.training.data import Texts
@@ -102,16 +103,20 @@ def test_sampling_is_on_policy(chat_target):
     assert counts.argmax() == tiny.NEXT[A]
 
 
-def test_static_cache_and_filled_rows_change_nothing(chat_target):
-    """What CUDA uses: a cache of one shape for every batch."""
+def test_ways_to_write_give_the_same_text(chat_target):
+    """What CUDA uses: rows that are refilled, or a static cache of one shape for every batch."""
     target = AutoModelForCausalLM.from_pretrained(chat_target).eval()
     texts = [[U, 0, V, A], [U, 3, 4, 5, V, A], [A]]
     dynamic = training.writer.Writer(target, chat_tokenizer(), 4, 96)
     static = training.writer.Writer(target, chat_tokenizer(), 4, 96)
     static.static = True
+    refilled = training.writer.Writer(target, chat_tokenizer(), 2, 96)
+    refilled._decoder = ContinuousDecoder(target, 2, 96)
+    assert refilled.wave > len(texts) and dynamic.wave == 4
     for options in ({}, {"at_most": 5}, {"at_most": 9, "ends": [tiny.NEXT[A]]}):
         expected = dynamic.write(texts, 0.0, **options)
         assert static.write(texts, 0.0, **options) == expected
+        assert refilled.write(texts, 0.0, **options) == expected
         assert [len(row) for row in expected] == [min(len(row), options.get("at_most", 99)) for row in expected]
     assert expected == [[tiny.NEXT[A]]] * 3
 
