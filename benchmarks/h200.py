@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from h200_pairs import SHAPES, draft_of, floor, scripted, target_of
+from h200_pairs import SHAPES, draft_of, scripted, target_of
 
 import hf_dspark
+from hf_dspark.evaluation.floor import byte_floor, copy_bandwidth
 from hf_dspark.generation.engine import engine_of
 from hf_dspark.generation.graphs import Graphs
 from hf_dspark.generation.layout import bucket
@@ -46,11 +47,12 @@ def median(function, repeats: int) -> float:
     return statistics.median(times)
 
 
-def bandwidth(device: str) -> float:
-    """Bytes per second of a large copy, read and write counted."""
-    source = torch.empty((2**31 if device == "cuda" else 2**24), dtype=torch.uint8, device=device)
-    copy = torch.empty_like(source)
-    return 2 * source.numel() / (1e-3 * median(lambda: copy.copy_(source), 10))
+def floor(target, draft, batch: int, context: int, speed: float) -> dict[str, float]:
+    """Milliseconds that the bytes of a round take at `speed` (bytes/s), by item and in all."""
+    parts = {
+        name: 1e3 * size / speed for name, size in byte_floor(target, draft, num_rows=batch, context=context).items()
+    }
+    return parts | {"round": sum(parts.values())}
 
 
 class Ragged:
@@ -120,7 +122,7 @@ def launches(function) -> int:
     return sum(event.device_type.name == "CUDA" for event in profiler.events())
 
 
-def measure_rounds(target, draft, shape, batch: int, context: int, speed: float, detailed: bool) -> list[dict]:
+def measure_rounds(target, draft, batch: int, context: int, speed: float, detailed: bool) -> list[dict]:
     rows = []
     for name, warpers in (("greedy", None), ("T=1 top-p 0.95", Warpers(top_p=0.95))):
         ragged = Ragged(target, draft, batch, context, warpers)
@@ -129,7 +131,7 @@ def measure_rounds(target, draft, shape, batch: int, context: int, speed: float,
         first = time.perf_counter() - started
         row = {
             "batch": batch, "context": context, "decoding": name, "first_round_s": first,
-            "round_ms": median(ragged.run, ROUNDS), "floor_ms": floor(shape, batch, context, speed)["round"],
+            "round_ms": median(ragged.run, ROUNDS), "floor_ms": floor(target, draft, batch, context, speed)["round"],
             "captured": ragged.graphs.enabled,
         }  # fmt: skip
         if detailed:
@@ -210,12 +212,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype, shape = torch.bfloat16 if device == "cuda" else torch.float32, SHAPES[arguments.shape]
     torch.manual_seed(0)
-    speed = bandwidth(device)
+    speed = copy_bandwidth(torch.device(device))
     target = target_of(shape, device, dtype)
     draft = draft_of(shape, device, dtype).attach_target(target)
     settings = [tuple(map(int, setting.split("x"))) for setting in arguments.settings.split(",")]
     result = {"environment": environment(), "shape": arguments.shape, "bandwidth": speed, "rounds": []}
-    result["floor_ms"] = floor(shape, *settings[0], speed)
+    result["floor_ms"] = floor(target, draft, *settings[0], speed)
 
     def save() -> None:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -223,7 +225,7 @@ def main() -> None:
     with torch.no_grad():
         for batch, context in settings:
             detailed = batch in (1, 8, 32) and context == settings[0][1]
-            result["rounds"] += measure_rounds(target, draft, shape, batch, context, speed, detailed)
+            result["rounds"] += measure_rounds(target, draft, batch, context, speed, detailed)
             save()
         result["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
         hf_dspark.release(target)

@@ -1,4 +1,4 @@
-"""Pairs for the benchmarks: shapes of published models with random weights, the byte floor, a script for τ."""
+"""Pairs for the benchmarks: shapes of published models with random weights, a script for τ."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +24,6 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     vocabulary: int = V
-
-    @property
-    def layer_bytes(self) -> int:
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return 2 * (attention + 3 * self.hidden * self.intermediate)
 
 
 SHAPES = {
@@ -72,23 +67,6 @@ def filled(kind, config, device: str, dtype: torch.dtype):
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.02)
     return model.eval().requires_grad_(False)
-
-
-def floor(shape: Shape, batch: int, context: int, bandwidth: float, gamma: int = 7) -> dict[str, float]:
-    """Milliseconds that the bytes of a round take at `bandwidth` (bytes/s): each weight once a forward."""
-    head = 2 * shape.vocabulary * shape.hidden
-    kv = 2 * 2 * shape.kv_heads * shape.head_dim
-    parts = {
-        "target layers": shape.layers * shape.layer_bytes,
-        "target head": head,
-        "draft layers": 5 * shape.layer_bytes,
-        "context (fc, keys, values)": 2 * shape.hidden * (len(shape.taps) * shape.hidden + 5 * kv // 2),
-        "draft head": head,
-        "Markov walk": gamma * 2 * shape.vocabulary * RANK,
-        "keys and values": batch * context * kv * (shape.layers + 5),
-    }
-    milliseconds = {name: 1e3 * size / bandwidth for name, size in parts.items()}
-    return milliseconds | {"round": sum(milliseconds.values())}
 
 
 def script(tau: float, length: int = 100) -> list[int]:

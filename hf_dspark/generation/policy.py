@@ -99,14 +99,30 @@ class DraftPolicy:
             kept = confidence.truncate(c, threshold).tolist()
             lengths = [min(pair) for pair in zip(lengths, kept, strict=True)]
         if isinstance(self.scheduler, PrefixScheduler):
-            a = confidence.survival(c[:, :count]).double().cpu()
-            # Drafts that cannot be verified anyway are not to take part of the budget.
-            a = torch.where(torch.arange(count) < torch.tensor(lengths)[:, None], a, 0.0)
+            a = self._survival(c, lengths)
             planned = self.scheduler.schedule(a)
             if self.scheduler.lagged:
                 self.scheduler.update(a)
             lengths = [min(pair) for pair in zip(lengths, planned, strict=True)]
         return lengths
+
+    def verifies_all(self, num_rows: int) -> bool:
+        """Whether the scheduler has decided, before the coming drafts are known, that all of them are verified."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, PrefixScheduler) or not scheduler.lagged or (budget := scheduler.budget()) is None:
+            return False
+        return budget >= num_rows * self.options.num_assistant_tokens
+
+    def after_whole_round(self, c: torch.Tensor, verified: list[int]) -> None:
+        """Tell the scheduler of a round that verified all drafts: c_k [R, γ], and ℓ of every row."""
+        assert isinstance(self.scheduler, PrefixScheduler)
+        self.scheduler.update(self._survival(c, verified))
+
+    def _survival(self, c: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """a_j [R, count]; drafts that cannot be verified anyway are not to take part of the budget."""
+        count = self.options.num_assistant_tokens
+        a = confidence.survival(c[:, :count]).double().cpu()
+        return torch.where(torch.arange(count) < torch.tensor(lengths)[:, None], a, 0.0)
 
     def verified(self, c: torch.Tensor | None, limit: int | None) -> int:
         """ℓ of one row: `c` [γ] or `None`, `limit` the drafts that the length limit leaves room for."""

@@ -16,6 +16,7 @@ from collections import deque
 from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 # Parking: rounds over which drafting is judged, and rounds without drafts after it lost (they double up to the limit).
@@ -68,7 +69,7 @@ class PrefixScheduler:
         self.lagged = bool(lagged)
         self.min_gain = float(min_gain)
         self._with_rows = "num_rows" in inspect.signature(cost_model.steps_per_second).parameters
-        self._speeds: dict[tuple[int, int], torch.Tensor] = {}
+        self._speeds: dict[tuple[int, int], np.ndarray] = {}
         self._budgets: deque[int] = deque(maxlen=2)  # of the last two updates, the older first
         self._per_row: float | None = None  # drafts for each row that the last budget meant
         self._gains: list[float] = []
@@ -116,7 +117,9 @@ class PrefixScheduler:
             budget = _early_stop(theta, self.min_gain)
             if not self.lagged:
                 self._judge(float(theta[budget]), float(theta[0]), num_rows)
-        return allocate(a, int(budget)).tolist()
+        if budget >= a.size:
+            return [a.shape[1]] * num_rows
+        return allocate(torch.from_numpy(a), int(budget)).tolist()
 
     def update(self, survival: Any) -> None:
         """Lagged mode: take the survivals [R, γ] of a round that is over. Rows need not be those of other rounds.
@@ -130,7 +133,7 @@ class PrefixScheduler:
         if num_rows == 0:
             return
         theta = self._theta(a)
-        best = int((theta == theta.max()).nonzero()[0])  # the fewest drafts, where several numbers are equally good
+        best = int(theta.argmax())  # the fewest drafts, where several numbers are equally good
         before = num_rows * gamma if self._per_row is None else min(num_rows * gamma, round(num_rows * self._per_row))
         budget = best if theta[best] >= theta[before] * (1 + self.min_gain) else before
         self._per_row = budget / num_rows
@@ -152,15 +155,15 @@ class PrefixScheduler:
         if not self.lagged:
             raise ValueError(f"`{method}()` belongs to the lagged mode. Make the scheduler with `lagged=True`.")
 
-    def _theta(self, a: torch.Tensor) -> torch.Tensor:
+    def _theta(self, a: np.ndarray) -> np.ndarray:
         """Θ [Rγ + 1] of verifying the 0, 1, … drafts most likely to survive."""
         num_rows, gamma = a.shape
-        ordered = a.flatten().sort(descending=True).values
-        tau = torch.cat((ordered.new_zeros(1), ordered.cumsum(0))) + num_rows
+        tau = np.full(a.size + 1, float(num_rows))
+        tau[1:] += np.sort(a, axis=None)[::-1].cumsum()
         key = num_rows, gamma
         if key not in self._speeds:
             speeds = [self._speed(b, num_rows) for b in range(num_rows, num_rows * (1 + gamma) + 1)]
-            self._speeds[key] = torch.tensor(speeds, dtype=torch.float64)
+            self._speeds[key] = np.array(speeds)
         return tau * self._speeds[key]
 
     def _speed(self, batch_tokens: int, num_rows: int) -> float:
@@ -196,32 +199,32 @@ def allocate(survival: torch.Tensor, budget: int | torch.Tensor) -> torch.Tensor
     return torch.zeros(num_rows, dtype=torch.long, device=survival.device).scatter_add(0, order // gamma, kept.long())
 
 
-def _survival(survival: Any) -> torch.Tensor:
-    """[R, γ] float64 on the CPU, checked."""
+def _survival(survival: Any) -> np.ndarray:
+    """[R, γ] float64, checked. NumPy, because a round waits for this: torch takes several times as long."""
     if survival is None:
         raise ValueError("`survival` is None: the draft has no confidence head, so there is nothing to schedule by.")
     try:
-        a = torch.as_tensor(survival, dtype=torch.float64, device="cpu").detach()
-    except (TypeError, RuntimeError) as error:
+        a = np.asarray(survival.detach().double().cpu() if isinstance(survival, torch.Tensor) else survival, np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"`survival` must be an [R, γ] array of numbers: {error}") from error
-    if a.dim() != 2 or a.shape[1] == 0:
-        raise ValueError(f"`survival` must be [R, γ], got shape {tuple(a.shape)}.")
+    if a.ndim != 2 or a.shape[1] == 0:
+        raise ValueError(f"`survival` must be [R, γ], got shape {a.shape}.")
     if not ((a >= 0) & (a <= 1)).all():
         raise ValueError("`survival` must hold probabilities in [0, 1], without NaN.")
-    falling = a.cummin(dim=1).values
+    falling = np.minimum.accumulate(a, axis=1)
     if (a - falling > ROUNDING).any():
         raise ValueError("`survival` must not rise along a row: give a_j = c_1 · … · c_j, not c_k.")
     return falling
 
 
-def _early_stop(theta: torch.Tensor, min_gain: float) -> int:
+def _early_stop(theta: np.ndarray, min_gain: float) -> int:
     """Drafts before the first that does not bring Θ above the best so far, less the share `min_gain`.
 
     Never the best number in hindsight: that would look at drafts behind the ones it cuts.
     """
-    best = theta.cummax(0).values
-    stops = (theta[1:] <= best[:-1] * (1 - min_gain)).nonzero()
-    return int(stops[0]) if len(stops) else len(theta) - 1
+    best = np.maximum.accumulate(theta)
+    stops = theta[1:] <= best[:-1] * (1 - min_gain)
+    return int(stops.argmax()) if stops.any() else len(theta) - 1
 
 
 def _checked_speed(speed: Any, count: int) -> float:

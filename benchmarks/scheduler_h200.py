@@ -1,0 +1,149 @@
+"""Fixed numbers of drafts against `draft.scheduler = "auto"` on the fast path, by batch size; greedy, bfloat16.
+
+    python benchmarks/scheduler_h200.py --pair smollm2 --prompts FOLDER --json benchmarks/scheduler_h200_smollm2.json
+    python benchmarks/scheduler_h200.py --pair 8b --json benchmarks/scheduler_h200_8b.json
+
+smollm2: the embedded pair on real prompts (FOLDER as for cpu_smollm2.py). 8b: Qwen3-8B's shape with random weights,
+whose confidence and acceptance a script draws: c_k of a round from one of four levels, then each draft is accepted with
+probability c_k, so the confidence is calibrated and rows differ as texts do. All answers have the same number of
+tokens; methods take turns within a run.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from cpu_smollm2 import SETS, read_prompts
+from h200 import environment, synchronize
+from h200_pairs import SHAPES, draft_of, target_of
+
+import hf_dspark
+from hf_dspark.generation.engine import engine_of
+from hf_dspark.generation.rounds import Rounds
+from hf_dspark.proposal import Proposer
+
+LEVELS = (0.95, 0.8, 0.6, 0.35)
+TURNS = 256
+
+
+@contextmanager
+def scripted_confidence(gamma: int, device: str) -> Iterator[None]:
+    """Rounds inside have drawn confidence, and accept each draft with that probability."""
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.tensor(LEVELS)[torch.randint(len(LEVELS), (TURNS, 64, 1), generator=generator)]
+    c = (levels + 0.1 * (torch.rand(TURNS, 64, gamma, generator=generator) - 0.5)).clamp(0.02, 0.98)
+    accepted = torch.rand(c.shape, generator=generator) < c
+    counts = accepted.long().cumprod(-1).sum(-1).to(device)
+    logits, turn = torch.logit(c).to(device), torch.zeros(1, dtype=torch.long, device=device)
+    accept, confidence_logits = Rounds.accept, Proposer.confidence_logits
+
+    def draw_confidence(self, backbone, anchors, drafts):
+        return logits[turn % TURNS, : len(drafts)][0] + 0 * confidence_logits(self, backbone, anchors, drafts)
+
+    def draw_accepted(self, verified, drafts, q, lengths, options):
+        own = accept(self, verified, drafts, q, lengths, options)[1]
+        count = torch.minimum(counts[turn % TURNS, : len(drafts)][0], lengths.clamp(min=0).long())
+        turn.add_(1)
+        return count, own
+
+    Rounds.accept, Proposer.confidence_logits = draw_accepted, draw_confidence
+    try:
+        yield
+    finally:
+        Rounds.accept, Proposer.confidence_logits = accept, confidence_logits
+
+
+def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: int) -> dict:
+    """Medians over whole calls of each method: tokens a second, τ and drafts verified a row and round."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    methods = [(f"fixed {n}", n, None) for n in lengths] + [("auto", None, "auto")]
+    batch = inputs["input_ids"].shape[0]
+    for repeat in range(repeats + 1):
+        for name, count, scheduler in methods:
+            draft.scheduler = scheduler
+            options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            with hf_dspark.record() as stats:
+                synchronize()
+                started = time.perf_counter()
+                target.generate(
+                    **inputs,
+                    **options,
+                    assistant_model=draft,
+                    cache_implementation="static",
+                    num_assistant_tokens=count,
+                )
+                synchronize()
+                seconds = time.perf_counter() - started
+            if repeat == 0:
+                continue  # compiles, records and, for "auto", profiles
+            row = rows.setdefault(name, {"tokens_per_second": [], "tau": [], "verified_per_row": []})
+            row["tokens_per_second"].append(batch * new / seconds)
+            row["tau"].append(stats.mean_acceptance_length)
+            row["verified_per_row"].append(stats.num_verified / stats.num_rounds)
+    draft.scheduler = None
+    return {name: {key: statistics.median(values) for key, values in row.items()} for name, row in rows.items()}
+
+
+def compare(batch: int, rows: dict) -> dict:
+    fixed = {name: row["tokens_per_second"] for name, row in rows.items() if name != "auto"}
+    best = max(fixed, key=lambda name: fixed[name])
+    ratio = rows["auto"]["tokens_per_second"] / fixed[best]
+    result = {"batch": batch, "methods": rows, "best_fixed": best, "auto_over_best_fixed": ratio}
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def chat_batch(tokenizer, prompts: list[str], device: str) -> dict:
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    options = {"add_generation_prompt": True, "padding": True, "padding_side": "left"}
+    return tokenizer.apply_chat_template(chats, **options, return_tensors="pt", return_dict=True).to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", choices=("smollm2", *SHAPES), required=True)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--batches", default="1,8,32,64")
+    parser.add_argument("--lengths", default="1,3,5,7")
+    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, required=True)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    batches, lengths = ([int(n) for n in text.split(",")] for text in (arguments.batches, arguments.lengths))
+    if arguments.pair == "smollm2":
+        target, draft, tokenizer = hf_dspark.load_default_pair(dtype=dtype, device=device)
+        prompts = [p for name in SETS for p in read_prompts(arguments.prompts, name, 20)]
+        texts = [[prompts[i % len(prompts)] for i in range(batch)] for batch in batches]
+        inputs = [chat_batch(tokenizer, some, device) for some in texts]
+    else:
+        target = target_of(SHAPES[arguments.pair], device, dtype)
+        draft = draft_of(SHAPES[arguments.pair], device, dtype).attach_target(target)
+        inputs = [{"input_ids": torch.randint(1, 500, (batch, 512), device=device)} for batch in batches]
+    result = {"environment": environment(), "pair": arguments.pair, "new_tokens": arguments.new_tokens}
+    result |= {"repeats": arguments.repeats, "confidence_levels": LEVELS if arguments.pair != "smollm2" else None}
+    result |= {"batches": [], "costs": {}}
+
+    def run() -> None:
+        for batch, given in zip(batches, inputs, strict=True):
+            options = arguments.new_tokens, arguments.repeats
+            result["batches"].append(compare(batch, measure(target, draft, given, lengths, *options)))
+            costs = engine_of(target, draft)._costs[batch]
+            result["costs"][batch] = {"verify_ms": costs.verify_ms, "draft_ms": costs.draft_ms}
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    if arguments.pair == "smollm2":
+        run()
+    else:
+        with scripted_confidence(draft.config.num_draft_tokens, device):
+            run()
+
+
+if __name__ == "__main__":
+    main()
