@@ -3,9 +3,9 @@
     python prompts.py OUTPUT.jsonl --count 100000 [--seed 0]
 
 Four kinds in equal parts: word problems, programming tasks (among them signatures and docstrings of Python's standard
-library), ordinary requests (the files beside this one), and requests with a follow-up. Nothing is taken from any evaluation set; two
-fixed sentences of the paper's evaluation protocol ("Please reason step by step, ...", "Write a solution to ...") are
-put around some of our own problems, as its prompts carry them.
+library), ordinary requests (all from the files beside this one), and requests with a follow-up. Nothing is taken from
+any evaluation set; two fixed sentences of the paper's evaluation protocol ("Please reason step by step, ...", "Write a
+solution to ...") are put around some of our own problems, as its prompts carry them.
 """
 
 import argparse
