@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import auto
 from .configuration_dspark import DSparkConfig
+from .context import ContextWindow
 from .default_pair import load_default_pair
 from .generation import hook
 from .generation.candidate_generator import DSparkCandidateGenerator
@@ -30,6 +31,7 @@ from .modeling_dspark import DSparkForCausalLM, Gemma4DSparkModel, Qwen3DSparkMo
 from .proposal import DraftBlock
 from .scheduling.cost_model import CostModel
 from .scheduling.scheduler import PrefixScheduler
+from .session import Session
 from .target import context_features
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ContextWindow",
     "CostModel",
     "DSparkCandidateGenerator",
     "DSparkConfig",
@@ -48,6 +51,7 @@ __all__ = [
     "PrefixScheduler",
     "Qwen3DSparkModel",
     "Round",
+    "Session",
     "SpeculationStats",
     "calibrate",
     "context_features",

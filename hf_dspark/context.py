@@ -1,4 +1,4 @@
-"""`DraftContext`: the draft's memory of committed tokens."""
+"""`DraftContext`: the draft's memory of committed tokens, all of them or those of a `ContextWindow`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +15,31 @@ if TYPE_CHECKING:
 STEP = 256
 
 Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ContextWindow:
+    """What a draft remembers of a long text, set as `draft.context_window`: its first and its last tokens.
+
+    Tokens keep their positions. Memory and time of the draft stop growing with the text; the text stays the target's,
+    what changes is how much is accepted.
+
+    Attributes:
+        sinks: first tokens of the text that are kept.
+        recent: last tokens before the anchor that are kept.
+
+    Raises:
+        ValueError: for numbers that leave no window.
+    """
+
+    sinks: int = 4
+    recent: int = 2048
+
+    def __post_init__(self) -> None:
+        for name, least in (("sinks", 0), ("recent", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` of a context window must be an integer of {least} or more, got {value!r}.")
 
 
 class ContextLayer(Protocol):
@@ -38,15 +63,32 @@ class DraftContext:
 
     Both live in one buffer [layers, B, kv_heads, capacity, head_dim] that grows in steps. A block's own keys and values
     are written behind the last token, where the next `append` overwrites them: rolling back costs nothing.
+
+    Attributes:
+        window: `None` to keep all tokens.
+        length: tokens that it has seen.
     """
 
-    def __init__(self, config: DSparkConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        config: DSparkConfig,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: ContextWindow | None = None,
+    ):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, 0, config.head_dim)
         # A context may outlive the call that made it, and inference tensors could not be written after that.
         with torch.inference_mode(False):
             self.keys = torch.empty(shape, device=device, dtype=dtype)
             self.values = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
+        self.window = window
+        self.length = self._dropped = 0
+
+    @property
+    def held(self) -> int:
+        """Tokens that are kept."""
+        return self.length - self._dropped
 
     @property
     def device(self) -> torch.device:
@@ -60,28 +102,52 @@ class DraftContext:
         """Add n tokens: `projected` [B, n, ·] holds the key and value projections of all draft layers one after the
         other, `rope` the rotary tables of their positions."""
         added = projected.shape[1]
-        self._reserve(added)
+        if self.window is not None:
+            projected, rope = self._slide(self.window, projected, rope)
+        kept = projected.shape[1]
+        self._reserve(kept)
         for i, (layer, states) in enumerate(zip(layers, projected.chunk(len(layers), dim=-1), strict=True)):
             self.write(i, *layer.self_attn.keys_values(states, rope))
         self.length += added
+        self._dropped += added - kept
+
+    def _slide(self, window: ContextWindow, projected: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, Rope]:
+        """Drop what falls out of the window: of the tokens held, and of the n that come, which are returned."""
+        added = projected.shape[1]
+        sinks = min(added, max(0, window.sinks - self.length))  # of those that come
+        skipped = max(0, added - sinks - window.recent)
+        held = max(0, self.held - window.sinks)
+        out = max(0, held + added - sinks - skipped - window.recent)
+        if out:
+            first, end = window.sinks, self.held
+            for store in (self.keys, self.values):
+                store[:, :, :, first : end - out] = store[:, :, :, first + out : end].clone()
+            self._dropped += out
+        if skipped:
+            kept = torch.cat((torch.arange(sinks), torch.arange(sinks + skipped, added))).to(projected.device)
+            projected, rope = projected[:, kept], (rope[0][:, kept], rope[1][:, kept])
+        return projected, rope
 
     def layer(self, index: int) -> "DraftContextLayer":
         return DraftContextLayer(self, index)
 
     def crop(self, length: int) -> None:
-        """Forget tokens past `length`."""
-        self.length = min(self.length, length)
+        """Forget tokens past `length`; what a window has dropped before it does not come back."""
+        length = min(self.length, length)
+        sinks = 0 if self.window is None else min(self.window.sinks, length)
+        self._dropped = length - max(sinks, length - self._dropped)
+        self.length = length
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Put keys and values [B, kv_heads, n, head_dim] of one layer behind the last token; returns where they end."""
         self._reserve(keys.shape[2])
-        end = self.length + keys.shape[2]
-        self.keys[index, :, :, self.length : end] = keys
-        self.values[index, :, :, self.length : end] = values
+        start, end = self.held, self.held + keys.shape[2]
+        self.keys[index, :, :, start:end] = keys
+        self.values[index, :, :, start:end] = values
         return end
 
     def _reserve(self, added: int) -> None:
-        capacity, needed = self.keys.shape[3], self.length + added
+        capacity, needed = self.keys.shape[3], self.held + added
         if needed <= capacity:
             return
         capacity = max(2 * capacity, -(-needed // STEP) * STEP)
@@ -91,7 +157,7 @@ class DraftContext:
     def _grown(self, old: torch.Tensor, capacity: int) -> torch.Tensor:
         shape = (*old.shape[:3], capacity, old.shape[4])
         new = old.new_empty(shape)
-        new[:, :, :, : self.length] = old[:, :, :, : self.length]
+        new[:, :, :, : self.held] = old[:, :, :, : self.held]
         return new
 
 

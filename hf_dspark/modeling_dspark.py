@@ -70,6 +70,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             `"greedy"` takes the arg max, with a one-hot q. Both are exact.
         scheduler (`PrefixScheduler` or `"auto"`, *optional*): chooses how many drafts are verified; `"auto"` measures
             the costs of the fast path once and schedules by them. `None` verifies whole blocks.
+        context_window (`ContextWindow`, *optional*): how much of a long text the draft remembers; `None` means all.
         fast_path (`FastPath`, *optional*): switches of the path with a static cache; `None` means all on.
     """
 
@@ -97,6 +98,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.generation_config = GenerationConfig()
         self.draft_sample_method = "probabilistic"
+        self.context_window = None
         self.fast_path = None
         self.scheduler = None
         # Marks contexts of this draft on caches that outlive a call.

@@ -59,10 +59,13 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, factor: float
 
 
 class Oracle:
-    """The draft. `config` is the DeepSpec config.json, `tensors` its state dict; anchor-first layout."""
+    """The draft. `config` is the DeepSpec config.json, `tensors` its state dict; anchor-first layout.
 
-    def __init__(self, config: dict, tensors: dict[str, torch.Tensor]):
-        self.config = config
+    `window` is (sinks, recent): the context tokens that it remembers, `None` for all.
+    """
+
+    def __init__(self, config: dict, tensors: dict[str, torch.Tensor], window: tuple[int, int] | None = None):
+        self.config, self.window = config, window
         self.tensors = {name: tensor.float() for name, tensor in tensors.items()}
         self.gemma = config["model_type"].startswith("gemma4")
         self.gamma = config["block_size"]
@@ -71,6 +74,7 @@ class Oracle:
         rope = config["rope_parameters"]
         rope = rope["full_attention"] if self.gemma else rope
         self.theta, self.factor = rope["rope_theta"], rope.get("partial_rotary_factor", 1.0)
+        self.stretch = rope["factor"] if rope.get("rope_type") == "linear" else 1.0
 
     def weight(self, name: str) -> torch.Tensor | None:
         return self.tensors.get(name + ".weight")
@@ -92,15 +96,20 @@ class Oracle:
         value = self.linear(x, layer + "v_proj").unflatten(-1, (-1, self.head_dim)) if has_value else key
         if self.gemma:
             value = rms_norm(value, None, self.eps)
-        return rotate(self.norm(key, layer + "k_norm"), positions, self.theta, self.factor), value
+        return rotate(self.norm(key, layer + "k_norm"), positions / self.stretch, self.theta, self.factor), value
+
+    def seen(self, length: int) -> torch.Tensor:
+        """Positions of the context that a block behind `length` tokens sees."""
+        sinks, recent = self.window or (0, length)
+        return torch.tensor([i for i in range(length) if i < sinks or i >= length - recent], dtype=torch.long)
 
     def attention(self, x: torch.Tensor, context: torch.Tensor, layer: str) -> torch.Tensor:
         """Block [γ, H] over context [S, H] at positions 0..S-1 and over all of itself at S..S+γ-1."""
-        start = len(context)
+        start, seen = len(context), self.seen(len(context))
         positions = torch.arange(start, start + len(x))
         query = self.linear(x, layer + "q_proj").unflatten(-1, (-1, self.head_dim))
-        query = rotate(self.norm(query, layer + "q_norm"), positions, self.theta, self.factor)
-        context_key, context_value = self.keys_and_values(context, torch.arange(start), layer)
+        query = rotate(self.norm(query, layer + "q_norm"), positions / self.stretch, self.theta, self.factor)
+        context_key, context_value = self.keys_and_values(context[seen], seen, layer)
         block_key, block_value = self.keys_and_values(x, positions, layer)
         key, value = torch.cat((context_key, block_key)), torch.cat((context_value, block_value))
         groups = query.shape[1] // key.shape[1]

@@ -8,6 +8,7 @@ import typer
 from transformers import TextStreamer, set_seed
 
 from ..generation.record import SpeculationStats, record
+from ..session import Session
 from . import console
 from .models import Models, load_models
 from .options import Device, Draft, DType, JsonPath, ModelDType, Target
@@ -54,10 +55,11 @@ def generate(
     if seed is not None:
         set_seed(seed)
     streaming = sys.stdout.isatty() if stream is None else stream
+    session = Session(models.target, models.draft)
     if chat:
-        result = {"turns": converse(models, prompt, system, options, streaming)}
+        result = {"turns": converse(models, session, prompt, system, options, streaming)}
     else:
-        result = answer(models, conversation(system, prompt), options, streaming)
+        result = answer(models, session, conversation(system, prompt), options, streaming)
     settings = {
         "target": models.target_name,
         "draft": models.draft_name,
@@ -89,7 +91,12 @@ def conversation(system: str | None, prompt: str | None = None) -> list[dict[str
 
 
 def converse(
-    models: Models, prompt: str | None, system: str | None, options: dict[str, Any], streaming: bool
+    models: Models,
+    session: Session,
+    prompt: str | None,
+    system: str | None,
+    options: dict[str, Any],
+    streaming: bool,
 ) -> list[dict[str, Any]]:
     """Read questions and answer them until the input ends; Ctrl-C gives up an answer and asks for the next question."""
     messages, turns = conversation(system), []
@@ -97,7 +104,7 @@ def converse(
         messages.append({"role": "user", "content": prompt})
         prompt = None
         try:
-            turns.append(answer(models, messages, options, streaming))
+            turns.append(answer(models, session, messages, options, streaming))
             messages.append({"role": "assistant", "content": turns[-1]["text"]})
         except KeyboardInterrupt:
             messages.pop()
@@ -112,13 +119,15 @@ def _read_question() -> str | None:
         return None
 
 
-def answer(models: Models, messages: list[dict[str, str]], options: dict[str, Any], streaming: bool) -> dict[str, Any]:
+def answer(
+    models: Models, session: Session, messages: list[dict[str, str]], options: dict[str, Any], streaming: bool
+) -> dict[str, Any]:
     """Generate the next message, print it, and return what happened as plain Python values."""
     inputs = encode(models, messages)
     streamer = TextStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True) if streaming else None
     start = time.perf_counter()
     with record() as stats:
-        output = models.target.generate(**inputs, **options, assistant_model=models.draft, streamer=streamer)
+        output = session.generate(**inputs, **options, streamer=streamer)
     seconds = time.perf_counter() - start
     ids = output[0, inputs["input_ids"].shape[1] :].tolist()
     text = models.tokenizer.decode(ids, skip_special_tokens=True)

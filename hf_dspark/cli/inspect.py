@@ -67,6 +67,7 @@ def describe(path: str) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
         "mask_token_id": config.mask_token_id,
         "embeddings": owner[config.has_embed_tokens],
         "head": owner[config.has_lm_head],

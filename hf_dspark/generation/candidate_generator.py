@@ -56,7 +56,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.draft = draft
         self.policy = DraftPolicy(draft, generation_config, logits_processor)
         self.max_length = generation_config.max_length
-        self.context = DraftContext(draft.config, 1, draft.device, draft.dtype)
+        self.context = DraftContext(draft.config, 1, draft.device, draft.dtype, draft.context_window)
         self.proposer = Proposer(draft, share_vocabulary(draft.config, target))
 
     @property

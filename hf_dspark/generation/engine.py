@@ -109,6 +109,7 @@ class Engine:
 
     Attributes:
         uncaptured: why rounds are not recorded, or "".
+        texts: ids of the tokens that each row of the caches holds since the last call, if it ended well.
     """
 
     def __init__(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath):
@@ -119,7 +120,8 @@ class Engine:
         self._cache = RaggedCache(num_layers, 1, 16)
         self.twin = Twin(target, self._cache, draft.config.target_layer_ids)
         twin = draft_twin(draft)
-        self._context = RaggedContext(twin.config, 1, 16, draft.device, draft.dtype)
+        self._context = RaggedContext(twin.config, 1, 16, draft.device, draft.dtype, draft.context_window)
+        self.texts: list[list[int]] = []
         self._fused = fuse.Fused(self.twin.model, twin, options.fuse_projections)
         self._fingerprint = fingerprint(target), fingerprint(draft)
         self.proposer = Proposer(twin, share_vocabulary(twin.config, self.twin.model))
@@ -130,7 +132,9 @@ class Engine:
         self.uncaptured = self._why_uncaptured(target, draft)
 
     def fits(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath) -> bool:
-        return options == self._options and self._fingerprint == (fingerprint(target), fingerprint(draft))
+        if (options, draft.context_window) != (self._options, self._context.window):
+            return False
+        return self._fingerprint == (fingerprint(target), fingerprint(draft))
 
     def _why_uncaptured(self, target: PreTrainedModel, draft: DSparkForCausalLM) -> str:
         if draft.device.type != "cuda":
@@ -204,6 +208,7 @@ class Engine:
         if rows * capacity > 4 * num_rows * slots:
             rows, capacity = num_rows, slots  # few long rows after many short ones, or the other way round
         self._graphs.clear()
+        self.texts = []
         try:
             for store in (cache, self._context):
                 store.resize(rows, capacity, keep)
@@ -225,10 +230,29 @@ class Engine:
         with self._compiled.on([*self._cache.tensors, *self._context.tensors], static):
             yield
 
-    def prefill(self, prompts: list[torch.Tensor], num_rows: int, chunk: int | None = None) -> torch.Tensor:
-        """Fill the caches with `prompts` (ids of each row) and return the logits behind each, [rows, V]."""
-        logits = []
-        for spans in pack([len(prompt) for prompt in prompts], chunk or PREFILL_TOKENS):
+    def held_tokens(self, prompts: list[torch.Tensor]) -> list[int]:
+        """How much of each prompt the caches hold from the last call; the last token of a prompt is always fed."""
+        found = []
+        for row, prompt in enumerate(prompts):
+            text = self.texts[row] if row < len(self.texts) else []
+            start = common_length(text, prompt.tolist()[:-1])
+            # A window that has moved on cannot go back.
+            found.append(start if start == len(text) or self._context.holds_all(len(text)) else 0)
+        return found
+
+    def prefill(
+        self,
+        prompts: list[torch.Tensor],
+        num_rows: int,
+        chunk: int | None = None,
+        starts: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Fill the caches with `prompts` (ids of each row) and return the logits behind each, [rows, V].
+
+        starts: how many tokens of each row the caches hold already.
+        """
+        self.texts, logits = [], []
+        for spans in pack([len(prompt) for prompt in prompts], chunk or PREFILL_TOKENS, starts):
             ids = torch.cat([prompts[row][start : start + count] for row, start, count in spans])
             tokens = FlatTokens.of(spans, num_rows, ids.device)
             ends = torch.tensor([count for _, _, count in spans]).cumsum(0) - 1
@@ -261,12 +285,17 @@ def whole_slots(length: int) -> int:
     return -(-max(length, FIRST_SLOTS) // STEP) * STEP
 
 
-def pack(lengths: list[int], chunk: int) -> list[list[tuple[int, int, int]]]:
+def common_length(one: list, other: list) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def pack(lengths: list[int], chunk: int, starts: list[int] | None = None) -> list[list[tuple[int, int, int]]]:
     """Spans (row, start, count) of rows of these lengths in groups of at most `chunk` tokens, rows in order."""
     groups: list[list[tuple[int, int, int]]] = [[]]
     free = chunk
     for row, length in enumerate(lengths):
-        start = 0
+        start = starts[row] if starts else 0
         while start < length:
             if not free:
                 groups.append([])

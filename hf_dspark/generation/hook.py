@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from .engine import Engine, engine_of
 from .loop import PlainLoop
-from .options import GIVEN_BY_CALLER, draft_options, given_as_filled, refuse
+from .options import GIVEN_BY_CALLER, KEEPS_ROWS, draft_options, given_as_filled, refuse
 from .path import (
     CACHE_GIVEN,
     STATIC_ASKED,
@@ -56,9 +56,12 @@ def install() -> None:
 def _remember_options(original: Callable) -> Callable:
     @functools.wraps(original)
     def _prepare_generation_config(self, generation_config, *args, **kwargs):
+        keeps_rows = kwargs.pop(KEEPS_ROWS, False)
         prepared, model_kwargs = original(self, generation_config, *args, **kwargs)
         if given := given_as_filled(generation_config, kwargs):
             setattr(prepared, GIVEN_BY_CALLER, given)
+        if keeps_rows:
+            setattr(prepared, KEEPS_ROWS, True)
         if any(kwargs.get(name) is not None for name in ("past_key_values", "cache")):
             setattr(prepared, CACHE_GIVEN, True)
         return prepared, model_kwargs

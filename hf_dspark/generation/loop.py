@@ -4,7 +4,7 @@ prefill -> first token -> rounds of propose, verify, commit, observe -> the outp
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,29 +26,24 @@ from .target_cache import TargetCache
 from .verify import decided_probabilities, verify
 
 
-class PrefillRecorder:
-    """The target as transformers' `_prefill` sees it, keeping the tapped features of every chunk.
+class WatchedTarget:
+    """The target as transformers' `_prefill` sees it, with a look at the outputs of every chunk.
 
     `_prefill` returns the outputs of the last chunk only, and a hook on the target would see the calls of other
     threads.
     """
 
-    def __init__(self, target: PreTrainedModel, target_layer_ids: list[int]):
+    def __init__(self, target: PreTrainedModel, look: Callable[[ModelOutput], None]):
         self._target = target
-        self._taps = target_layer_ids
-        self._chunks: list[torch.Tensor] = []
+        self._look = look
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def __call__(self, **inputs: Any) -> ModelOutput:
         outputs = self._target(**inputs)
-        self._chunks.append(context_features(outputs, self._taps))
+        self._look(outputs)
         return outputs
-
-    def features(self) -> torch.Tensor:
-        """[1, n, n_taps · H_target] of the n tokens that were fed."""
-        return torch.cat(self._chunks, dim=1)
 
 
 class PlainLoop:
@@ -85,7 +80,7 @@ class PlainLoop:
         self.hidden_states: tuple | None = () if keeps and generation_config.output_hidden_states else None
         self.attentions: tuple | None = () if keeps and generation_config.output_attentions else None
         self.cache = TargetCache(model_kwargs[CACHE_KEY], target.config.get_text_config(decoder=True))
-        self.position = 0
+        self.position = self._columns = 0
         self._last = ModelOutput()
         wanted = generation_config.output_hidden_states
         self._selected = wanted if isinstance(wanted, (list, tuple)) else None
@@ -99,9 +94,9 @@ class PlainLoop:
                 self._round()
         finally:
             self.cache.close()
+            self.cache.keep_draft_context(self.draft, self.generator.context)
         if self.streamer is not None:
             self.streamer.end()
-        self.cache.keep_draft_context(self.draft, self.generator.context)
         if not self.config.return_dict_in_generate:
             return self.transcript.ids
         return GenerateDecoderOnlyOutput(
@@ -114,22 +109,17 @@ class PlainLoop:
         )
 
     def _prefill(self) -> None:
-        past = self.cache.length()
-        recorder = PrefillRecorder(self.target, self.draft.config.target_layer_ids)
-        outputs = type(self.target)._prefill(recorder, self.transcript.ids, self.config, self.kwargs)
+        self._columns, past = self.cache.length(), self._real(self.cache.length())
+        self._restore_context(past)
+        self.record.add_reused(past)
+        self.position = past
+        outputs = type(self.target)._prefill(
+            WatchedTarget(self.target, self._read), self.transcript.ids, self.config, self.kwargs
+        )
         self.cache.start(outputs)
         if not self.cache.croppable:
             name = type(self.cache.cache).__name__
             self.record.explain("target_only", f"{name} of {type(self.target).__name__} cannot be rolled back")
-        features = recorder.features()
-        mask = self.kwargs.get("attention_mask")
-        if mask is not None:
-            # Padding never reaches the draft: positions count real tokens only.
-            past = int(mask[0, : mask.shape[1] - features.shape[1]].sum())
-            features = features[:, mask[0, -features.shape[1] :].bool().to(features.device)]
-        self._restore_context(past)
-        self.generator.observe(features, past)
-        self.position = past + features.shape[1]
 
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.transcript.ids.device)
         scores = self.processors(self.transcript.ids, logits.clone())
@@ -141,6 +131,24 @@ class PlainLoop:
         if self.attentions is not None:
             self.attentions += (outputs.attentions,)
         self.kwargs = self._extended(self.kwargs, outputs)
+
+    def _real(self, columns: int) -> int:
+        """Tokens among the first `columns` of the text and its padding: the draft counts those only."""
+        mask = self.kwargs.get("attention_mask")
+        return columns if mask is None else int(mask[0, :columns].sum())
+
+    def _read(self, outputs: ModelOutput) -> None:
+        """Hand a chunk of the prompt to the draft at once, so that features of one chunk only are in memory."""
+        features = context_features(outputs, self.draft.config.target_layer_ids)
+        mask = self.kwargs.get("attention_mask")
+        count = features.shape[1]
+        if mask is not None:
+            real = mask[0, self._columns : self._columns + count].bool().to(features.device)
+            # transformers 5.18 feeds a cached prompt again when it goes by chunks, past the end of the mask.
+            features = features[:, real] if len(real) == count else features
+        self.generator.observe(features, self.position)
+        self._columns += count
+        self.position += features.shape[1]
 
     def _restore_context(self, past: int) -> None:
         """Take up the draft's context where an earlier call with this cache left it."""

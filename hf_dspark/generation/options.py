@@ -7,12 +7,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS as ALL_STATIC
 from transformers.generation.configuration_utils import GenerationMode
 
+from ..context import ContextWindow
 from ..modeling_dspark import DSparkForCausalLM
 
 # What generate() writes into a config when nobody said anything.
 FILLED_BY_GENERATE = {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.4}
 # Set by the hook on the config of a call: options that the caller gave with the very value generate() fills in.
 GIVEN_BY_CALLER = "_dspark_given_options"
+# Argument of a session's calls, and the mark it leaves on the config: rows may begin with what the last call has left.
+KEEPS_ROWS = "_dspark_keeps_rows"
 
 
 def given_as_filled(generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> list[str]:
@@ -39,7 +42,9 @@ def draft_options(draft: DSparkForCausalLM, generation_config: GenerationConfig)
     Raises:
         ValueError: for values out of range, with the range.
     """
-    gamma = draft.config.num_draft_tokens
+    gamma, window = draft.config.num_draft_tokens, draft.context_window
+    if window is not None and not isinstance(window, ContextWindow):
+        raise ValueError(f"`draft.context_window` must be a `ContextWindow` or None, got {window!r}.")
     count = _given("num_assistant_tokens", draft, generation_config)
     if count is None:
         count = gamma

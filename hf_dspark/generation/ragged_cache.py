@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from .. import kernels
 from ..configuration_dspark import DSparkConfig
-from ..context import Rope
+from ..context import ContextWindow, Rope
 from .ragged_attention import ragged_attention
 
 SPARE = -1
@@ -151,15 +151,31 @@ class RaggedContextLayer:
 class RaggedContext:
     """The draft's context of many rows; the ragged twin of `DraftContext`.
 
+    With a window the slots behind the sinks are a ring with room for the recent tokens and a block, in which each
+    position takes the place of one that has just left the window. Keys are rotated when they are written, so attention
+    does not mind where a token lies.
+
     Attributes:
+        window: `None` to keep all tokens.
         committed: where `append` writes.
         blocks: the blocks that the backbone works on. Every slot sees as far as the last one of its block.
     """
 
-    def __init__(self, config: DSparkConfig, num_rows: int, capacity: int, device: torch.device, dtype: torch.dtype):
-        self.config = config
+    def __init__(
+        self,
+        config: DSparkConfig,
+        num_rows: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: ContextWindow | None = None,
+    ):
+        self.config, self.window = config, window
+        self._ring = 0 if window is None else window.recent + config.block_size
+        self._most = None if window is None else window.sinks + self._ring
         self.committed: FlatTokens
-        self.blocks: FlatTokens
+        self._blocks: FlatTokens
+        capacity = capacity if self._most is None else min(capacity, self._most)
         shape = (config.num_hidden_layers, num_rows + 1, config.num_key_value_heads, capacity, config.head_dim)
         # The context outlives the call, and inference tensors could not be written after that.
         with torch.inference_mode(False):
@@ -170,6 +186,7 @@ class RaggedContext:
     @torch.inference_mode(False)
     def resize(self, num_rows: int, capacity: int, keep: bool) -> None:
         """Change the size, with what is held if `keep`."""
+        capacity = capacity if self._most is None else min(capacity, self._most)
         self._layers = []
         if not keep:
             self.keys, self.values = (x.new_empty(*x.shape[:3], 0, x.shape[4]) for x in (self.keys, self.values))
@@ -185,13 +202,43 @@ class RaggedContext:
     def tensors(self) -> list[torch.Tensor]:
         return [tensor for pair in self._layers for tensor in pair]
 
+    def holds_all(self, length: int) -> bool:
+        """Whether nothing of a row of `length` tokens, and of the block behind it, has left the window."""
+        return self._most is None or length + self.config.block_size < self._most
+
+    @property
+    def blocks(self) -> FlatTokens:
+        return self._blocks
+
+    @blocks.setter
+    def blocks(self, tokens: FlatTokens) -> None:
+        if self._most is not None:
+            limits = tokens.limits.clamp(max=self._most - 1)
+            tokens = tokens._replace(positions=self._slots(tokens.positions), limits=limits)
+        self._blocks = tokens
+
+    def _slots(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where tokens lie: at their positions, or behind the sinks around the ring."""
+        if self.window is None:
+            return positions
+        sinks = self.window.sinks
+        return torch.where(positions < sinks, positions, sinks + (positions - sinks) % self._ring)
+
+    def _kept_rows(self, tokens: FlatTokens) -> torch.Tensor:
+        """Rows of the tokens; those of a prompt whose place a later one takes go to the spare row."""
+        if self.window is None or tokens.spans is None:
+            return tokens.rows
+        ends = torch.tensor([start + count for _, start, count in tokens.spans for _ in range(count)])
+        leaves = tokens.positions + self._ring < ends.to(tokens.positions.device)
+        return torch.where(leaves & (tokens.positions >= self.window.sinks), SPARE, tokens.rows)
+
     def append(self, layers: Sequence[nn.Module], projected: torch.Tensor, rope: Rope) -> None:
         """Write the context of the tokens `committed`; `projected` is [1, T, ·], see `DraftContext.append`."""
         config, tokens = self.config, self.committed
-        slots = tokens.limits  # a committed token sees as far as itself
+        rows, slots = self._kept_rows(tokens), self._slots(tokens.limits)  # a committed token sees as far as itself
         weights = torch.stack([layer.self_attn.k_norm.weight for layer in layers])
         kernels.write_context(
-            projected[0], weights, rope[0][0], rope[1][0], self.keys, self.values, tokens.rows.int(), slots,
+            projected[0], weights, rope[0][0], rope[1][0], self.keys, self.values, rows.int(), slots,
             eps=config.rms_norm_eps, value_from_key=config.value_from_key, value_norm=config.value_norm,
         )  # fmt: skip
 

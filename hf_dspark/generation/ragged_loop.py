@@ -23,6 +23,7 @@ from ..scheduling.scheduler import PrefixScheduler
 from .engine import Engine
 from .graphs import Graphs, RecordingFailed
 from .layout import bucket
+from .options import KEEPS_ROWS
 from .policy import AUTO, DraftPolicy
 from .record import CallRecord
 from .rounds import RoundOptions
@@ -43,6 +44,11 @@ class Row:
         self.transcript = transcript
         self.processors = processors
         self.length = len(prompt)
+
+    @property
+    def held(self) -> list[int]:
+        """Ids of the tokens in the caches."""
+        return [*self.prompt.tolist(), *self.transcript.tokens][: self.length]
 
 
 class RaggedLoop:
@@ -101,6 +107,7 @@ class RaggedLoop:
             self._prefill()
             while active := self._active():
                 self._round(active)
+        self.engine.texts = [row.held for row in self.rows]
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
@@ -150,9 +157,12 @@ class RaggedLoop:
             costs = self.engine.cost_model(rounds.num_rows, max(row.length for row in rows))
             self.policy.scheduler = PrefixScheduler(costs, lagged=True, min_gain=0.02)
         new = min(self.config.max_length - rows[0].transcript.prompt_length, 512)
-        self._reserve(max(row.length for row in rows) + new, keep=False)
+        keeps = getattr(self.config, KEEPS_ROWS, False)
+        starts = self.engine.held_tokens([row.prompt for row in rows]) if keeps else [0] * len(rows)
+        self.record.add_reused(sum(starts))
+        self._reserve(max(row.length for row in rows) + new, keep=any(starts))
         prompts = [row.prompt.to(self.device) for row in rows]
-        logits = self.engine.prefill(prompts, rounds.num_rows, self.config.prefill_chunk_size)
+        logits = self.engine.prefill(prompts, rounds.num_rows, self.config.prefill_chunk_size, starts)
         logits = logits.to(dtype=torch.float32, device=rows[0].prompt.device)
         for row, row_logits in zip(rows, logits, strict=True):
             scores = row.processors(row.transcript.ids, row_logits[None].clone())

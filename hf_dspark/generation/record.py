@@ -64,6 +64,7 @@ class SpeculationStats:
     Attributes:
         rounds: every round in order.
         num_tokens: new tokens returned, the first of each row included.
+        num_reused: prompt tokens that a cache held already, so that they were not computed again.
         calls: generate() calls.
         path: of the last call: `"plain"` (our loop over transformers' caches), `"ragged"` (the static engine) or
             `"target_only"` (no drafts were used).
@@ -75,6 +76,7 @@ class SpeculationStats:
 
     rounds: list[Round] = field(default_factory=list)
     num_tokens: int = 0
+    num_reused: int = 0
     calls: int = 0
     path: str = "plain"
     captured: bool = False
@@ -134,7 +136,7 @@ class SpeculationStats:
     def to_dict(self) -> dict[str, Any]:
         """Everything above as plain Python values, for JSON."""
         names = (
-            "num_rounds num_drafted num_verified num_accepted num_tokens mean_acceptance_length "
+            "num_rounds num_drafted num_verified num_accepted num_tokens num_reused mean_acceptance_length "
             "expected_acceptance_length acceptance_rate acceptance_by_position path captured reason calls gamma"
         )
         return {name: getattr(self, name) for name in names.split()} | {"rounds": [asdict(r) for r in self.rounds]}
@@ -201,6 +203,10 @@ class CallRecord:
     def add_tokens(self, count: int) -> None:
         for stats in self._all:
             stats.num_tokens += count
+
+    def add_reused(self, count: int) -> None:
+        for stats in self._all:
+            stats.num_reused += count
 
     def add_round(
         self,

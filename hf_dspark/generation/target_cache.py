@@ -61,7 +61,8 @@ class TargetCache:
         owner, context = getattr(self.cache, "_dspark_context", (None, None))
         if context is None or owner != draft.context_owner.key:
             return None
-        return context if (context.dtype, context.device) == (draft.dtype, draft.device) else None
+        wanted = draft.dtype, draft.device, draft.context_window
+        return context if (context.dtype, context.device, context.window) == wanted else None
 
     def close(self) -> None:
         """End of the call, also by an exception: no unverified token stays, and layers drop old states again."""

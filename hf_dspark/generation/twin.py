@@ -89,7 +89,9 @@ class Twin:
             if i < 0:
                 self.layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
             else:
-                self.layers[i].register_forward_hook(lambda module, inputs, output, i=i: self._keep(i, output))
+                # transformers' last entry is the state after the final norm.
+                module = self.layers[i] if i < len(self.layers) - 1 else self._stack[0]
+                module.register_forward_hook(lambda module, inputs, output, i=i: self._keep(i, output))
 
     def _layer_states(
         self, run: Callable[[], Any], given: list[torch.Tensor] | None = None
@@ -154,14 +156,20 @@ class Twin:
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers in order."""
-        depth = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        lists = [m for m in self.model.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-        if not lists:
-            raise NotImplementedError(f"{type(self.model).__name__} has no list of {depth} decoder layers")
-        return list(lists[0])
+        return list(self._stack[1])
 
-    def _keep(self, i: int, output: torch.Tensor | tuple) -> None:
-        self._seen[i] = output[0] if isinstance(output, tuple) else output
+    @property
+    def _stack(self) -> tuple[nn.Module, nn.ModuleList]:
+        """The module that runs the decoder layers and the final norm, and the layers."""
+        depth = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        for module in self.model.modules():
+            for child in module.children():
+                if isinstance(child, nn.ModuleList) and len(child) == depth:
+                    return module, child
+        raise NotImplementedError(f"{type(self.model).__name__} has no list of {depth} decoder layers")
+
+    def _keep(self, i: int, output: torch.Tensor | tuple | ModelOutput) -> None:
+        self._seen[i] = output if isinstance(output, torch.Tensor) else output[0]
 
     def _keep_input(self, module: nn.Module, inputs: tuple, kwargs: dict) -> None:
         self._seen[-1] = inputs[0] if inputs else kwargs["hidden_states"]

@@ -94,6 +94,8 @@ def test_chat_keeps_the_history(pair, tmp_path, capsys, monkeypatch):
     turns = json.loads(path.read_text())["turns"]
     assert [turn["prompt"] for turn in turns] == ["abc", "de"]
     assert turns[1]["text"] == text_after("de", 5)
+    # z, abc and the answer without its last token are in the cache.
+    assert [turn["statistics"]["num_reused"] for turn in turns] == [0, 8]
     contents = [message["content"] for message in prompts[1]]
     assert contents == ["z", "abc", turns[0]["text"], "de"]
 
@@ -119,11 +121,11 @@ def test_interrupting_an_answer_of_a_chat_asks_on(pair, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("abc\nde\n"))
     original, calls = generate_module.answer, []
 
-    def answer(models, messages, *rest):
+    def answer(models, session, messages, *rest):
         calls.append([message["content"] for message in messages])
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return original(models, messages, *rest)
+        return original(models, session, messages, *rest)
 
     monkeypatch.setattr(generate_module, "answer", answer)
     code, out, err = run(["generate", "--chat", *pair, "--max-new-tokens", "5"], capsys)

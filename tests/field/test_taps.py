@@ -141,6 +141,8 @@ def test_taps_5_last_layer_is_what_output_hidden_states_gives():
     assert torch.equal(seen[0], torch.cat([hidden[1], hidden[6]], dim=-1))
     _, stats = checks.equal_to_plain(target, draft, PROMPT, max_new_tokens=12)
     checks.rounds_match(stats, slow, target, text)
+    _, stats, _ = checks.batch_equals_plain(target, draft, [PROMPT], cache_implementation="static", max_new_tokens=12)
+    checks.rounds_match(stats, slow, target, text)
 
 
 @pytest.mark.parametrize("own_head", [True, False])

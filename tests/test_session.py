@@ -1,0 +1,335 @@
+"""`Session`: each turn is the text of plain generate() on the whole history; what is in a cache is not fed again."""
+
+import copy
+import random
+import threading
+
+import pytest
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import checks
+import hf_dspark
+import oracle
+import tiny
+
+PROMPT = [5, 9, 11, 3, 8]
+FAMILIES = ["qwen3", "qwen3_sliding", "mistral", "gemma3_text", "gemma2", "gpt_neox", "gpt2"]
+STATIC = {"cache_implementation": "static"}
+
+
+def pair(family: str = "qwen3", gamma: int = 4):
+    files = tiny.guided_files(torch.zeros(tiny.V, tiny.V), taps=(0, 2), gamma=gamma)
+    return tiny.random_target(family, layers=3), tiny.load_draft(*files), oracle.Oracle(*files)
+
+
+def teach(draft, slow, text: list[int]) -> None:
+    table = tiny.text_table(text)
+    tiny.set_table(draft, table)
+    slow.tensors["markov_head.markov_w2.weight"] = table.T.clone()
+
+
+def turn(session, text: list[int], slow=None, **options):
+    """One call, compared with plain generate() on the same ids: (whole text, statistics)."""
+    options = {"max_new_tokens": 8, "do_sample": False} | options
+    plain_options = {name: value for name, value in options.items() if name != "cache_implementation"}
+    expected = session.target.generate(checks.tensor(text), **plain_options)[0].tolist()
+    if slow is not None:
+        teach(session.draft, slow, expected)
+    with hf_dspark.record() as stats:
+        found = session.generate(checks.tensor(text), **options)[0].tolist()
+    assert found == expected
+    if slow is not None:
+        checks.rounds_match(stats, slow, session.target, found)
+        assert stats.num_accepted > 0 or options["max_new_tokens"] < 6
+    return found, stats
+
+
+@pytest.mark.parametrize("static", [{}, STATIC], ids=["plain", "ragged"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_growing_history_feeds_only_what_is_new(family, static):
+    target, draft, slow = pair(family)
+    session, text, held = hf_dspark.Session(target, draft), PROMPT, 0
+    for i in range(4):
+        text, stats = turn(session, text, slow, **static)
+        assert stats.path == ("ragged" if static else "plain")
+        assert stats.num_reused == held
+        held = len(text) - 1  # all but the last token, which is the next anchor
+        text = [*text, 20 + i, 31]
+
+
+@pytest.mark.parametrize("static", [{}, STATIC], ids=["plain", "ragged"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "gemma3_text"])
+def test_an_edited_history_keeps_the_common_prefix(family, static):
+    """Cut short, changed in the middle, extended again, the same once more, another text altogether."""
+    target, draft, slow = pair(family)
+    session = hf_dspark.Session(target, draft)
+    text, _ = turn(session, PROMPT, slow, max_new_tokens=14, **static)
+    for edited, reused in (
+        (text[:12], 11),  # the last token of a prompt is always fed
+        (text[:7] + [40, 41, 42], 7),
+        (text[:7] + [40, 41, 42], 9),
+        ([7, 7, 7], 0),
+        (PROMPT, 0),
+    ):
+        _, stats = turn(session, edited, slow, **static)
+        assert stats.num_reused == reused
+
+
+@pytest.mark.parametrize("static", [{}, STATIC], ids=["plain", "ragged"])
+def test_random_histories(static):
+    target, draft, slow = pair("qwen3_sliding")
+    rng = random.Random(4)
+    session, text = hf_dspark.Session(target, draft), PROMPT
+    for _ in range(12):
+        text, _ = turn(session, text, slow, max_new_tokens=rng.randint(1, 9), **static)
+        cut = rng.choice([len(text), len(text), rng.randint(1, len(text))])
+        text = text[:cut] + [rng.randrange(1, 62) for _ in range(rng.randint(cut == 0, 3))]
+
+
+def test_the_target_is_fed_only_what_is_new():
+    target, draft, _ = pair()
+    session = hf_dspark.Session(target, draft)
+    text, _ = turn(session, PROMPT)
+    with checks.CallCounter(target) as calls:
+        session.generate(checks.tensor([*text, 40, 41]), max_new_tokens=2, do_sample=False)
+    assert calls.shapes[0] == (1, 3)
+
+
+def test_without_a_draft():
+    target, _, _ = pair("qwen3_sliding")
+    session = hf_dspark.Session(target)
+    text = session.generate(checks.tensor(PROMPT), max_new_tokens=8, do_sample=False)[0].tolist()
+    edited = [*text[:9], 50]
+    with checks.CallCounter(target) as calls:
+        found = session.generate(checks.tensor(edited), max_new_tokens=5, do_sample=False)
+    assert calls.shapes[0] == (1, 1)
+    assert found.tolist() == checks.plain(target, edited, max_new_tokens=5).tolist()
+
+
+@pytest.mark.parametrize("static", [{}, STATIC], ids=["plain", "ragged"])
+def test_branches_do_not_meet(static):
+    target, draft, slow = pair()
+    session = hf_dspark.Session(target, draft)
+    text, _ = turn(session, PROMPT, slow, **static)
+    branch = session.fork()
+    one, stats = turn(session, [*text, 40], slow, **static)
+    assert stats.num_reused == len(text) - 1
+    other, stats = turn(branch, [*text, 41], slow, **static)
+    assert stats.num_reused >= len(text) - 1
+    turn(session, [*one, 42], slow, **static)
+    turn(branch, [*other, 42], slow, **static)
+
+
+def test_rows_of_a_batch_keep_their_own():
+    target, draft, _ = pair("qwen3_sliding")
+    session = hf_dspark.Session(target, draft)
+    rows = [[5, 9], [3, 8, 30, 31, 17], [40]]
+    for i in range(3):
+        inputs = checks.batch(rows) | {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        expected = target.generate(**inputs)
+        with hf_dspark.record() as stats:
+            assert session.generate(**inputs).tolist() == expected.tolist()
+        assert stats.num_reused == (sum(len(row) - 2 for row in rows) if i else 0)
+        rows = [[*row, *new, 20 + i] for row, new in zip(rows, expected[:, -6:].tolist(), strict=True)]
+
+
+def test_other_calls_of_the_pair_neither_use_nor_spoil_what_a_session_holds():
+    target, draft, slow = pair()
+    session = hf_dspark.Session(target, draft)
+    text, _ = turn(session, PROMPT, slow, **STATIC)
+    _, stats, _ = checks.batch_equals_plain(target, draft, [text], max_new_tokens=3, **STATIC)
+    assert stats.num_reused == 0, "a call outside a session computes everything itself"
+    checks.batch_equals_plain(target, draft, [[7, 7, 7]] * 3, max_new_tokens=3)
+    _, stats = turn(session, [*text, 40], slow, **STATIC)
+    assert stats.num_reused == 0
+
+
+def test_weights_that_change_need_a_reset():
+    target, draft, _ = pair()
+    target = copy.deepcopy(target)
+    session = hf_dspark.Session(target, draft)
+    for static in ({}, STATIC):
+        text, _ = turn(session, PROMPT, **static)
+        with torch.no_grad():
+            target.model.layers[0].self_attn.v_proj.weight.mul_(-1)
+        session.reset()
+        _, stats = turn(session, [*text, 3], **static)
+        assert stats.num_reused == 0
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_layers_with_a_state_only_go_forward(family):
+    target, draft, _ = pair(family)
+    session = hf_dspark.Session(target, draft)
+    text, _ = turn(session, PROMPT)
+    text, stats = turn(session, [*text, 4])
+    assert stats.num_reused == len(text) - 10
+    _, stats = turn(session, [*text[:9], 50])
+    assert stats.num_reused == 0
+
+
+class Bomb(StoppingCriteria):
+    """Raises once the text has `length` tokens."""
+
+    def __init__(self, length: int, error: BaseException):
+        self.length, self.error = length, error
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] >= self.length:
+            raise self.error
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("static", [{}, STATIC], ids=["plain", "ragged"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("user code failed")])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "lfm2"])
+def test_an_interrupted_answer_leaves_the_session_right(family, error, static):
+    target, draft, slow = pair(family)
+    slow = None if family == "lfm2" else slow  # plain only, and its oracle would have to know convolutions
+    session = hf_dspark.Session(target, draft)
+    text, _ = turn(session, PROMPT, slow, **static)
+    for length in range(1, 6):
+        longer = [*text, 40, 41]
+        bomb = StoppingCriteriaList([Bomb(len(longer) + length, error)])
+        with pytest.raises(type(error)):
+            session.generate(
+                checks.tensor(longer), stopping_criteria=bomb, max_new_tokens=20, do_sample=False, **static
+            )
+        _, stats = turn(session, [*longer[:-1], 50 + length], slow, **static)
+        if not static and family != "lfm2":
+            assert stats.num_reused == len(longer) - 1, "the prompt is kept"
+
+
+@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "qwen3_next"])
+@pytest.mark.parametrize("layer, forward", [(0, 1), (2, 1), (1, 2), (2, 3), (1, 4)])
+def test_an_interrupt_inside_a_forward(family, layer, forward, draft):
+    """Also in the middle of a prompt that goes by chunks, when some layers hold a chunk and others do not."""
+    target, draft_model, _ = pair(family)
+    target = copy.deepcopy(target)
+    session = hf_dspark.Session(target, draft_model if draft else None)
+    text, _ = turn(session, PROMPT)
+    calls = [0]
+
+    def interrupt(module, inputs):
+        calls[0] += 1
+        if calls[0] == forward:
+            raise KeyboardInterrupt
+
+    longer = [*text, *range(30, 37)]
+    handle = target.model.layers[layer].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session.generate(checks.tensor(longer), prefill_chunk_size=3, max_new_tokens=9, do_sample=False)
+    handle.remove()
+    turn(session, [*longer, 50])
+
+
+def test_padding_is_part_of_the_history():
+    target, draft, _ = pair()
+    session = hf_dspark.Session(target, draft)
+    inputs = {"input_ids": torch.tensor([[1, 1, *PROMPT]]), "attention_mask": torch.tensor([[0, 0] + [1] * 5])}
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = target.generate(**inputs, **options)
+    assert session.generate(**inputs, **options).tolist() == expected.tolist()
+    longer = expected[0].tolist() + [3]
+    mask = torch.tensor([[0, 0] + [1] * (len(longer) - 2)])
+    with hf_dspark.record() as stats:
+        found = session.generate(checks.tensor(longer), attention_mask=mask, **options)
+    assert found.tolist() == target.generate(checks.tensor(longer), attention_mask=mask, **options).tolist()
+    assert stats.num_reused == len(longer) - 4
+    with hf_dspark.record() as stats:  # the same ids, but not the same text
+        found = session.generate(checks.tensor(longer), **options)
+    assert found.tolist() == target.generate(checks.tensor(longer), **options).tolist() and stats.num_reused == 0
+
+
+def test_sampling_goes_on_and_dicts_come_back():
+    target, draft, _ = pair()
+    session = hf_dspark.Session(target, draft)
+    torch.manual_seed(0)
+    first = session.generate(checks.tensor(PROMPT), max_new_tokens=9, do_sample=True, return_dict_in_generate=True)
+    longer = torch.cat((first.sequences, torch.tensor([[4]])), dim=1)
+    second = session.generate(longer, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    assert second.sequences.tolist() == checks.plain(target, longer, max_new_tokens=9).tolist()
+    assert second.speculation.num_reused == 13
+
+
+class Chat:
+    def __init__(self):
+        self.target, self.draft = tiny.perm_target(), tiny.perm_draft()
+        self.tokenizer = copy.deepcopy(tiny.tokenizer())
+        self.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        self.session = hf_dspark.Session(self.target, self.draft, self.tokenizer)
+
+    def answer(self, message: str, length: int) -> str:
+        return self.tokenizer.decode(tiny.chain(self.tokenizer(message).input_ids[-1], length))
+
+
+def test_a_chat():
+    chat = Chat()
+    session, options = chat.session, {"max_new_tokens": 5}
+    assert session.send("abc", **options) == chat.answer("abc", 5)
+    with hf_dspark.record() as stats:
+        assert session.send("de", **options) == chat.answer("de", 5)
+    assert stats.num_reused == 7 and [m["role"] for m in session.messages] == ["user", "assistant"] * 2
+    branch = session.fork()
+    del session.messages[2:]
+    assert session.send("x", **options) == chat.answer("x", 5) and len(session.messages) == 4
+    assert branch.messages[2]["content"] == "de"
+    bomb = StoppingCriteriaList([Bomb(1, KeyboardInterrupt())])
+    kept = copy.deepcopy(session.messages)
+    with pytest.raises(KeyboardInterrupt):
+        session.send("never", stopping_criteria=bomb, **options)
+    assert session.messages == kept and session.send("y", **options) == chat.answer("y", 5)
+
+
+def test_what_a_session_refuses():
+    chat = Chat()
+    ids = checks.tensor(PROMPT)
+    for name in ("past_key_values", "inputs_embeds", "pixel_values", "position_ids"):
+        with pytest.raises(ValueError, match=name):
+            chat.session.generate(ids, **{name: torch.zeros(1, 5, 64)})
+    with pytest.raises(ValueError, match="chat template"):
+        hf_dspark.Session(chat.target, chat.draft, tiny.tokenizer()).send("abc")
+    with pytest.raises(ValueError, match="chat template"):
+        hf_dspark.Session(chat.target, chat.draft).send("abc")
+
+
+class Nested(StoppingCriteria):
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.run()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def test_one_call_at_a_time_and_a_session_for_each_thread():
+    target, draft, _ = pair()
+    session = hf_dspark.Session(target, draft)
+    nested = StoppingCriteriaList([Nested(lambda: session.generate(checks.tensor([3]), max_new_tokens=2))])
+    with pytest.raises(ValueError, match="generating already"):
+        session.generate(checks.tensor(PROMPT), stopping_criteria=nested, max_new_tokens=4)
+    turn(session, PROMPT)
+
+    def work(session, start, texts):
+        text = [start, 9]
+        for i in range(3):
+            text = session.generate(checks.tensor(text), max_new_tokens=6, do_sample=False)[0].tolist() + [20 + i]
+            texts.append(text)
+
+    found = [[] for _ in range(4)]
+    threads = [
+        threading.Thread(target=work, args=(hf_dspark.Session(target, draft), i + 1, texts))
+        for i, texts in enumerate(found)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, texts in enumerate(found):
+        text = [i + 1, 9]
+        for j, one in enumerate(texts):
+            text = checks.plain(target, text, max_new_tokens=6)[0].tolist() + [20 + j]
+            assert one == text
+        assert len(texts) == 3
