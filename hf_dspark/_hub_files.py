@@ -1,5 +1,6 @@
 """From a folder or hub id to one local folder, and from a folder to what its files say, without loading a weight."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -150,6 +151,12 @@ def _no_weights(folder: Path) -> str:
     if any(file.endswith(".gguf") for file in files):
         return f"{folder} holds GGUF files. Use the safetensors checkpoint that they were made from."
     return f"{folder} has neither {WEIGHTS} nor {INDEX} (found: {listing(files) or 'nothing'})."
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    """SHA-256 of a file of any size, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def listing(names: list[str], limit: int = 8) -> str:

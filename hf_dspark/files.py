@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from . import formats
 from .configuration_dspark import DSparkConfig
 
 HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
+UPLOAD_ARGUMENTS = (
+    "repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags",
+)  # fmt: skip
 # AutoModel passes these on; they concern code or pickle files of a repository, neither of which is ever used.
 UNUSED_ARGUMENTS = (
     "trust_remote_code",
@@ -58,7 +63,7 @@ def load_draft(
         expected = {name: tuple(tensor.shape) for name, tensor in cls(checkpoint.config).state_dict().items()}
     formats.check_tensors(checkpoint, expected)
     renames = {f"^{re.escape(old)}$": new for old, new in checkpoint.renames.items() if old != new}
-    return load(
+    loaded = load(
         checkpoint.folder,
         *model_args,
         config=checkpoint.config,
@@ -66,6 +71,10 @@ def load_draft(
         use_safetensors=True,
         **kwargs,
     )
+    if (checkpoint.folder / GENERATION_CONFIG_NAME).is_file():
+        draft = loaded[0] if isinstance(loaded, tuple) else loaded  # `output_loading_info=True` gives a tuple
+        draft.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    return loaded
 
 
 def _no_override(names: list[str]) -> str:
@@ -82,15 +91,57 @@ def save_draft(
     format: str | None,
     include_shared: bool,
     *args: Any,
+    push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
     """`save_pretrained` of a draft; `save` is transformers' own. See `DSparkForCausalLM.save_pretrained`."""
-    config = formats.foreign_config(draft.config, format)
+    hub = {name: kwargs.pop(name) for name in UPLOAD_ARGUMENTS if name in kwargs}
     tensors = dict(kwargs.pop("state_dict", None) or draft.state_dict())
+    draft.config.dtype = tensors["fc.weight"].dtype  # the draft may have been moved to another since it was loaded
+    config = formats.foreign_config(draft.config, format)
+    config.pop("auto_map", None)  # the code it names does not travel along
     if include_shared:
-        vocabulary = draft.vocabulary
-        shared = {"embed_tokens.weight": vocabulary.embeddings, "lm_head.weight": vocabulary.head}
-        tensors |= {name: module.weight for name, module in shared.items() if module is not None}
+        tensors |= shared_tensors(draft)
     # Clones, because the key and value projections are views of one matrix.
     save(directory, *args, state_dict={name: tensor.detach().clone() for name, tensor in tensors.items()}, **kwargs)
     Path(directory, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _save_defaults(draft.generation_config, Path(directory))
+    if push_to_hub:
+        from .hub import push  # above this module
+
+        push(directory, **({"repo_id": Path(directory).name} | hub))
+
+
+@torch.no_grad()
+def shared_tensors(draft: Any) -> dict[str, torch.Tensor]:
+    """What the draft shares with its target, as the tensors that make it propose the same without sharing.
+
+    Raises:
+        ValueError: no target is attached, or it has too few rows, or a head that is more than one matrix.
+    """
+    vocabulary, config, tensors = draft.vocabulary, draft.config, {}
+    size, dtype = config.vocab_size, draft.dtype
+    if vocabulary.size < size:
+        raise ValueError(
+            f"The target has {vocabulary.size} rows for a draft of {size} tokens. Save without `include_shared`."
+        )
+    if (head := vocabulary.head) is not None:
+        if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+            raise ValueError(f"The target's head {head} is more than a matrix. Save without `include_shared`.")
+        tensors["lm_head.weight"] = head.weight[:size].to(dtype)
+    if (embeddings := vocabulary.embeddings) is not None:
+        # Through the module, which knows its family's factor and how its weight is stored.
+        embedded = vocabulary.embed(torch.arange(size, device=vocabulary.device))
+        factor = torch.tensor(config.embedding_scale, dtype=embedded.dtype)
+        # The quotient may be rounded; the weight itself is exact where the draft's own factor is the family's.
+        same = torch.equal(embeddings.weight[:size] * factor, embedded)
+        tensors["embed_tokens.weight"] = (embeddings.weight[:size] if same else embedded / factor).to(dtype)
+    return tensors
+
+
+def _save_defaults(config: GenerationConfig, folder: Path) -> None:
+    """Write the options a user has set as defaults; a draft without any has no such file."""
+    if config.to_diff_dict() != GenerationConfig().to_diff_dict():
+        config.save_pretrained(folder)
+    else:
+        (folder / GENERATION_CONFIG_NAME).unlink(missing_ok=True)

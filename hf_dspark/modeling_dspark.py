@@ -5,6 +5,7 @@ need no renaming. The life of a draft within a round: `append_context` stores ke
 `forward` runs a block over them, `propose` adds the sequential walk.
 """
 
+import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,17 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_dspark import DSparkConfig
 from .context import Context
 from .heads import MARKOV_HEADS, ConfidenceHead
-from .layers import DSparkLayer
+from .layers import DSparkLayer, DSparkRotaryEmbedding
 from .target import TargetVocabulary, share_vocabulary
 
 if TYPE_CHECKING:
+    from huggingface_hub import CommitInfo
+
     from .proposal import DraftBlock
 
 
@@ -91,7 +94,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DSparkLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DSparkRotaryEmbedding(config)
         if config.has_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
@@ -294,15 +297,43 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         include_shared: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Write the draft as safetensors and the config in a form that DSpark loaders read.
+        """Write the draft as safetensors, the config in a form that DSpark loaders read, and options set on
+        `generation_config`.
 
         Args:
             format: `None` for the form it was loaded in, `"deepspec"` to convert.
             include_shared: also write the embeddings and head of the attached target.
+            kwargs: as in transformers; `push_to_hub=True` also uploads the folder, see `push_to_hub`.
         """
         from .files import save_draft
 
         save_draft(self, super().save_pretrained, save_directory, format, include_shared, *args, **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        max_shard_size: int | str = "50GB",
+        format: str | None = None,
+        include_shared: bool = False,
+        **kwargs: Any,
+    ) -> "CommitInfo":
+        """Upload the draft to the hub, with a small file that makes `trust_remote_code=True` find this package.
+
+        `hf-dspark card` writes a card with measured numbers; here a new repository gets one without any, and the card
+        of an existing repository stays.
+
+        Args:
+            repo_id: `"user/name"`.
+            max_shard_size, format, include_shared: as in `save_pretrained`.
+            kwargs: `commit_message`, `commit_description`, `private`, `token`, `revision`, `create_pr`, `tags`, as in
+                transformers.
+        """
+        from . import hub
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size, format=format, include_shared=include_shared)
+            return hub.push(folder, repo_id, **kwargs)
 
 
 class Qwen3DSparkModel(DSparkForCausalLM):

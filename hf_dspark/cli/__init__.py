@@ -8,7 +8,7 @@ import sys
 import typer
 
 from ..default_pair import SetupError
-from . import bench, calibrate, console, eval, generate, inspect, profile, setup_demo, synthesize, train
+from . import bench, calibrate, card, console, eval, export, generate, inspect, profile, setup_demo, synthesize, train
 
 app = typer.Typer(
     name="hf-dspark",
@@ -26,6 +26,8 @@ app.command("eval")(eval.eval)
 app.command("bench")(bench.bench)
 app.command("calibrate")(calibrate.calibrate)
 app.command("profile")(profile.profile)
+app.command("card")(card.card)
+app.command("export")(export.export)
 
 
 def main(arguments: list[str] | None = None) -> None:

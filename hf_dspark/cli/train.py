@@ -9,6 +9,7 @@ import typer
 from accelerate import PartialState
 from rich.table import Table
 
+from .._hub_files import file_sha256
 from ..training import TrainingConfig, estimate
 from ..training import train as run_training
 from . import console
@@ -118,7 +119,9 @@ def train(
         _show("Validation", validation)
     console.out.print(f"Draft after {result.step} steps: {result.draft}", markup=False)
     summary = {"draft": str(result.draft), "step": result.step, "validation": validation}
-    console.write_json(json, {"config": values} | summary)
+    if json is not None:
+        hashes = {path: file_sha256(path) for path in [*config.data, *config.validation_data]}
+        console.write_json(json, {"config": values, "data_sha256": hashes} | summary)
 
 
 def _plain(value: Any) -> Any:

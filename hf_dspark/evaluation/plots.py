@@ -1,4 +1,5 @@
-"""Pictures of a report: acceptance by position, reliability, tokens per step against threshold, throughput."""
+"""Pictures of a report: acceptance by position, reliability, calibration, tokens per step against threshold,
+throughput."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,6 +94,19 @@ def reliability(name: str, row: Row) -> Any:
         axis.scatter(predicted, accepted, s=[15 + 600 * b["count"] / total for b in bins] if total else None, alpha=0.6)
         axis.set(title=f"{title} (n = {total})", xlabel="predicted", ylabel="accepted", xlim=(0, 1), ylim=(0, 1.03))
     figure.suptitle(name)
+    return figure
+
+
+def calibration(report: Mapping[str, Any]) -> Any:
+    """ECE of a_j at each position without and with the temperatures of a `CalibrationReport`."""
+    figure, (axis,) = _figure()
+    before, after = report["ece_by_position_before"], report["ece_by_position"]
+    positions = range(1, len(after) + 1)
+    axis.bar([j - 0.2 for j in positions], before, width=0.4, label=f"T = 1, mean {report['ece_before']:.4f}")
+    axis.bar([j + 0.2 for j in positions], after, width=0.4, label=f"fitted, mean {report['ece_after']:.4f}")
+    axis.set(xlabel="position j", ylabel="ECE of $a_j$ on held-out texts", ylim=(0, None))
+    axis.set_xticks(list(positions))
+    axis.legend(fontsize="small")
     return figure
 
 

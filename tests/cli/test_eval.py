@@ -1,6 +1,7 @@
 """`hf-dspark eval` and `calibrate` in-process, on a tiny pair in temporary folders."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -249,6 +250,26 @@ def test_calibrate_saves_the_temperatures(pair, prompts, tmp_path, capsys, calib
     assert result["temperatures"] == [1.5] * 7 and result["dataset"] == "some" and result["num_samples"] == 200
     assert (result["ece_before"], result["ece_after"]) == (0.2, 0.1)
     assert hf_dspark.DSparkForCausalLM.from_pretrained(folder).config.confidence_temperatures == [1.5] * 7
+
+
+def test_a_card_shows_what_eval_bench_and_calibrate_wrote(pair, folders, prompts, tmp_path, capsys, calibrated):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / f"{verb}.json" for verb in ("eval", "bench", "calibrate")]
+    short = [*pair, "--prompts", prompts, "--max-new-tokens", "6"]
+    for path in files:
+        more = ["--repeats", "1"] if path.stem == "bench" else []
+        code, _, err = run([path.stem, *short, *more, "--json", str(path)], capsys)
+        assert code == 0, err
+    folder = shutil.copytree(folders["draft"], tmp_path / "draft")
+    results = [word for path in files for word in ("--results", str(path))]
+    code, out, err = run(["card", "--draft", str(folder), "--target", "a/b", *results], capsys)
+    assert code == 0 and f"hf upload USER/NAME {folder}" in out, err
+    text = (folder / "README.md").read_text()
+    report = json.loads(files[0].read_text())
+    row = report["overall"]["methods"]["dspark"]
+    assert f"| some (3) | greedy | dspark | {row['mean_acceptance_length']:.2f} |" in text
+    assert "| batch 1 | greedy | dspark, static |" in text and "300 rounds, some" in text
+    assert str(tmp_path) not in text.replace(str(folder), "") and text.count("![") == 2
 
 
 def test_calibrate_on_questions_of_the_target(pair, prompts, capsys, calibrated, monkeypatch):

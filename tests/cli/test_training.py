@@ -1,6 +1,7 @@
 """`hf-dspark synthesize` and `hf-dspark train`: flags reach the configs, results go where they belong."""
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import os
@@ -71,6 +72,13 @@ def test_texts_then_a_draft(target, tmp_path, capsys):
     report = json.loads((tmp_path / "t.json").read_text())
     assert report["step"] == 3 and report["validation"]["tau"] >= 1 and report["config"]["target_layer_ids"] == [0, 2]
     assert run("inspect", report["draft"]) == 0
+    assert report["data_sha256"] == {str(texts): hashlib.sha256(texts.read_bytes()).hexdigest()}
+    made_of = ["--results", tmp_path / "t.json", "--results", tmp_path / "s.json"]
+    assert run("card", "--draft", report["draft"], "--target", "some/target", *made_of) == 0
+    card = (out / "draft" / "README.md").read_text()
+    assert "`hf-dspark train`, 3 steps" in card and "at temperatures 0.5, 1; seed 0" in card
+    assert f"texts.jsonl (SHA-256 {report['data_sha256'][str(texts)]})" in card
+    assert str(tmp_path) not in card and "| `target_layer_ids` | [0, 2] |" in card
     assert run(*arguments) == 2
     assert "resume" in capsys.readouterr().err
     assert run(*arguments, "--resume") == 0

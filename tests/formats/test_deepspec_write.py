@@ -33,7 +33,7 @@ def test_reference_drafts_come_back_byte_for_byte(shared_folder, tmp_path, name)
     "keys",
     [
         {},
-        {"unknown_key": {"a": [1, None]}, "auto_map": {"AutoModel": "m.M"}, "transformers_version": "4.57.1"},
+        {"unknown_key": {"a": [1, None]}, "transformers_version": "4.57.1"},
         {"architectures": ["DSparkDraftModel"]},
         {"markov_head_type": "classical", "tie_word_embeddings": True},
         {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
