@@ -100,7 +100,8 @@ def compare(batch: int, rows: dict) -> dict:
 
 def chat_batch(tokenizer, prompts: list[str], device: str) -> dict:
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    options = {"add_generation_prompt": True, "padding": True, "padding_side": "left"}
+    tokenizer.padding_side = "left"
+    options = {"add_generation_prompt": True, "padding": True}
     return tokenizer.apply_chat_template(chats, **options, return_tensors="pt", return_dict=True).to(device)
 
 

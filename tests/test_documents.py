@@ -39,6 +39,8 @@ def test_python_blocks_of_the_readme_run_in_order(hub):
     names = {"LogitsProcessor": LogitsProcessor}
     for block in blocks(README, "python"):
         exec(compile(block, "README.md", "exec"), names)
+    mask = names["batch"]["attention_mask"]
+    assert mask[:, -1].all() and not mask[:, 0].all()  # padded, and on the left
     assert names["out"].shape[0] == 2 and names["stats"].path == "plain" and names["stats"].num_rounds > 1
 
 

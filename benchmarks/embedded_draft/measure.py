@@ -25,7 +25,8 @@ NEW = 128
 @torch.no_grad()
 def measure(target, draft, tokenizer, prompts: list[str], seed: int | None) -> dict:
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    options = {"add_generation_prompt": True, "padding": True, "padding_side": "left"}
+    tokenizer.padding_side = "left"
+    options = {"add_generation_prompt": True, "padding": True}
     inputs = tokenizer.apply_chat_template(chats, **options, return_tensors="pt", return_dict=True).to(target.device)
     sampling = (
         {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
