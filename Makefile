@@ -27,7 +27,7 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,gguf,eval,triton]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo,gguf,eval,triton]"
 	touch $@
 
 # The tests that need no embedded pair, on the oldest, a middle and the newest supported transformers.

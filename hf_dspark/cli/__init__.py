@@ -8,7 +8,21 @@ import sys
 import typer
 
 from ..default_pair import SetupError
-from . import bench, calibrate, card, console, eval, export, generate, inspect, profile, setup_demo, synthesize, train
+from . import (
+    bench,
+    calibrate,
+    card,
+    console,
+    demo,
+    eval,
+    export,
+    generate,
+    inspect,
+    profile,
+    setup_demo,
+    synthesize,
+    train,
+)
 
 app = typer.Typer(
     name="hf-dspark",
@@ -19,6 +33,7 @@ app = typer.Typer(
 )
 app.command("setup-demo")(setup_demo.setup_demo)
 app.command("generate")(generate.generate)
+app.command("demo")(demo.demo)
 app.command("inspect")(inspect.inspect)
 app.command("synthesize")(synthesize.synthesize)
 app.command("train")(train.train)

@@ -1,4 +1,7 @@
-"""STREAM, library part: streamers see plain generate's sequence of calls; errors and cancelling get through."""
+"""STREAM, library part: streamers see plain generate's sequence of calls; errors and cancelling get through.
+
+The demo's part is in `tests/demo`, that of the command line in `tests/cli/test_demo.py` and `test_cli.py`.
+"""
 
 import threading
 
