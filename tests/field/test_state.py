@@ -7,13 +7,23 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from accelerate import dispatch_model
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    pipeline,
+)
 
 import checks
 import hf_dspark
 import tiny
 from hf_dspark._compat import CACHE_KEY
 
+BOTH_PATHS = pytest.mark.parametrize("path", [{}, {"cache_implementation": "static"}], ids=["plain", "ragged"])
 LONG, SHORT = [5, 9, 11, 3, 8, 2, 30, 31, 17], [40, 7]
 
 
@@ -53,22 +63,47 @@ class Bomb(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
+class BombProcessor(LogitsProcessor):
+    def __init__(self, length, error):
+        self.bomb = Bomb(length, error)
+
+    def __call__(self, input_ids, scores):
+        self.bomb(input_ids, scores)
+        return scores
+
+
+BOMBS = {
+    "stopping_criteria": lambda *bomb: StoppingCriteriaList([Bomb(*bomb)]),
+    "logits_processor": lambda *bomb: LogitsProcessorList([BombProcessor(*bomb)]),
+}
+
+
+@BOTH_PATHS
+@pytest.mark.parametrize("place", BOMBS)
 @pytest.mark.parametrize(
     "error", [RuntimeError("user code failed"), KeyboardInterrupt(), torch.OutOfMemoryError("full")]
 )
-def test_state_1_calls_in_a_row_and_after_an_exception(error):
+def test_state_1_calls_in_a_row_and_after_an_exception(error, place, path):
     target, draft = guided_pair()
-    first, second = trace(target, copy.deepcopy(draft), LONG), trace(target, copy.deepcopy(draft), SHORT)
-    assert trace(target, draft, LONG) == first
-    assert trace(target, draft, SHORT) == second
-    bomb = StoppingCriteriaList([Bomb(len(LONG) + 7, error)])
+    first, second = (trace(target, copy.deepcopy(draft), ids, **path) for ids in (LONG, SHORT))
+    assert trace(target, draft, LONG, **path) == first
+    assert trace(target, draft, SHORT, **path) == second
     with pytest.raises(type(error)), hf_dspark.record() as stats:
+        bomb = {place: BOMBS[place](len(LONG) + 7, error)}
         target.generate(
-            checks.tensor(LONG), assistant_model=draft, stopping_criteria=bomb, do_sample=False, max_new_tokens=20
+            checks.tensor(LONG), assistant_model=draft, do_sample=False, max_new_tokens=20, **bomb, **path
         )
     assert stats.num_rounds >= 1, "the record shows what happened before the error"
-    assert trace(target, draft, SHORT) == second
-    assert trace(target, draft, LONG) == first
+    assert trace(target, draft, SHORT, **path) == second
+    assert trace(target, draft, LONG, **path) == first
+
+
+def test_state_1_one_path_leaves_nothing_to_the_other():
+    target, draft = guided_pair()
+    expected = [trace(target, copy.deepcopy(draft), ids) for ids in (LONG, SHORT)]
+    for _ in range(2):
+        for path in ({}, {"cache_implementation": "static"}):
+            assert [trace(target, draft, ids, **path) for ids in (LONG, SHORT)] == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding"])
@@ -89,31 +124,33 @@ def test_state_1_a_cache_of_the_callers_survives_an_exception(family):
 OVERRIDES = {"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.6}
 
 
-def test_state_3_options_of_a_call_stay_in_the_call():
+@BOTH_PATHS
+def test_state_3_options_of_a_call_stay_in_the_call(path):
     target, draft = guided_pair()
-    before = trace(target, draft, LONG)
+    before = trace(target, draft, LONG, **path)
     configs = [copy.deepcopy(c.to_dict()) for c in (target.generation_config, draft.generation_config, draft.config)]
-    short = trace(target, draft, LONG, **OVERRIDES)
+    short = trace(target, draft, LONG, **OVERRIDES, **path)
     assert short.text == before.text and max(r[3] for r in short.rounds) <= 2 < max(r[3] for r in before.rounds)
-    passed = GenerationConfig(max_new_tokens=20, do_sample=False, **OVERRIDES)
+    passed = GenerationConfig(max_new_tokens=20, do_sample=False, **OVERRIDES, **path)
     kept = copy.deepcopy(passed.to_dict())
     with hf_dspark.record() as stats:
         target.generate(checks.tensor(LONG), generation_config=passed, assistant_model=draft)
     assert max(r.verified for r in stats.rounds) <= 2
     assert passed.to_dict() == kept
     assert [c.to_dict() for c in (target.generation_config, draft.generation_config, draft.config)] == configs
-    assert trace(target, draft, LONG) == before
+    assert trace(target, draft, LONG, **path) == before
 
 
-def test_state_3_pairs_do_not_influence_each_other():
+@BOTH_PATHS
+def test_state_3_pairs_do_not_influence_each_other(path):
     target, draft = guided_pair()
     other_target = tiny.random_target(seed=5)
     other_draft = tiny.random_draft(seed=9)
-    fresh = lambda t, d: trace(t, copy.deepcopy(d), LONG)  # noqa: E731
+    fresh = lambda t, d: trace(t, copy.deepcopy(d), LONG, **path)  # noqa: E731
     pairs = [(target, draft), (other_target, draft), (target, other_draft), (other_target, other_draft)]
     expected = [fresh(t, d) for t, d in pairs]
     for _ in range(2):
-        assert [trace(t, d, LONG) for t, d in pairs] == expected
+        assert [trace(t, d, LONG, **path) for t, d in pairs] == expected
 
 
 def test_state_3_shared_embeddings_follow_the_target_at_hand():
@@ -128,21 +165,24 @@ def test_state_3_shared_embeddings_follow_the_target_at_hand():
         assert trace(targets[i], draft, LONG) == expected[i]
 
 
-def test_state_5_two_threads_on_one_pair():
+@pytest.mark.parametrize("static", [0, 2, 4], ids=["plain", "mixed", "ragged"])
+def test_state_5_threads_on_one_pair(static):
+    """Each of four threads ten times; the first `static` of them on the ragged path."""
     target, draft = guided_pair()
     prompts = [LONG, SHORT, LONG[3:], SHORT + [9]]
+    paths = [{"cache_implementation": "static"} if i < static else {} for i in range(4)]
     expected = [trace(target, draft, p) for p in prompts]
     found = [[] for _ in prompts]
 
     def work(i):
-        found[i] = [trace(target, draft, prompts[i]) for _ in range(5)]
+        found[i] = [trace(target, draft, prompts[i], **paths[i]) for _ in range(10)]
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [[one] * 5 for one in expected]
+    assert found == [[one] * 10 for one in expected]
 
 
 def test_state_5_two_threads_with_shared_head_and_two_targets():
@@ -227,3 +267,51 @@ def test_weights_changed_between_calls_take_effect():
     )
     other.layers[0].self_attn.v_proj.weight.data.zero_()
     assert trace(target, draft, LONG) == trace(target, copy.deepcopy(other), LONG)
+
+
+def test_a_pipeline_forgets_a_call_before_the_next():
+    """transformers' pipeline with the draft as its assistant: prompts in any order, chats and lists of prompts."""
+    target, draft = copy.deepcopy(tiny.perm_target()), tiny.perm_draft()
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer.pad_token, tokenizer.padding_side = "_", "left"
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    drafted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    chat = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]
+    for prompt in ("abc", "z", "abc", chat, ["ab", "xyz"], "abc"):
+        with hf_dspark.record() as stats:
+            found = drafted(prompt, **options)
+        assert found == plain(prompt, **options)
+        assert stats.num_accepted > 0 and stats.path == "plain"
+    with hf_dspark.record() as stats:
+        found = drafted(["ab", "xyz", "q"], batch_size=3, **options)
+    assert found == plain(["ab", "xyz", "q"], batch_size=3, **options) and stats.path == "ragged"
+
+
+DISPATCHED = {
+    "cpu": {"": "cpu"},
+    "offloaded": {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
+                  **{f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(6)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", DISPATCHED)
+def test_a_target_dispatched_by_accelerate(placement, tmp_path):
+    """Hooks move weights in and out around each layer: the same text, in sessions and in a second call too."""
+    target, draft = guided_pair()
+    dispatched = dispatch_model(
+        copy.deepcopy(target), DISPATCHED[placement], offload_dir=tmp_path, main_device="cpu", force_hooks=True
+    )
+    expected = trace(target, draft, LONG)
+    for _ in range(2):
+        assert trace(dispatched, draft, LONG) == expected
+        found, stats = checks.generate(dispatched, draft, LONG, cache_implementation="static")
+        assert found.tolist() == expected.text and stats.reason
+    session = hf_dspark.Session(dispatched, draft)
+    ids = session.generate(checks.tensor(LONG), do_sample=False, max_new_tokens=20)
+    longer = torch.cat((ids, torch.tensor([[7]])), dim=1)
+    with hf_dspark.record() as stats:
+        found = session.generate(longer, do_sample=False, max_new_tokens=9)
+    assert found.tolist() == checks.plain(target, longer, max_new_tokens=9).tolist()
+    assert stats.num_reused == longer.shape[1] - 2
