@@ -105,7 +105,7 @@ class DraftContext:
         if self.window is not None:
             projected, rope = self._slide(self.window, projected, rope)
         kept = projected.shape[1]
-        self._reserve(kept)
+        self.reserve(kept)
         for i, (layer, states) in enumerate(zip(layers, projected.chunk(len(layers), dim=-1), strict=True)):
             self.write(i, *layer.self_attn.keys_values(states, rope))
         self.length += added
@@ -140,17 +140,18 @@ class DraftContext:
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Put keys and values [B, kv_heads, n, head_dim] of one layer behind the last token; returns where they end."""
-        self._reserve(keys.shape[2])
+        self.reserve(keys.shape[2])
         start, end = self.held, self.held + keys.shape[2]
         self.keys[index, :, :, start:end] = keys
         self.values[index, :, :, start:end] = values
         return end
 
-    def _reserve(self, added: int) -> None:
+    def reserve(self, added: int) -> None:
+        """Make room for `added` more tokens; a buffer that is too small grows by a quarter at least."""
         capacity, needed = self.keys.shape[3], self.held + added
         if needed <= capacity:
             return
-        capacity = max(2 * capacity, -(-needed // STEP) * STEP)
+        capacity = -(-max(needed, capacity + capacity // 4) // STEP) * STEP
         with torch.inference_mode(False), torch.no_grad():
             self.keys, self.values = self._grown(self.keys, capacity), self._grown(self.values, capacity)
 

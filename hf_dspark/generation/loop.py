@@ -26,6 +26,9 @@ from .target_cache import TargetCache
 from .verify import decided_probabilities, verify
 
 
+NEW_TOKENS = 512  # that a draft's context has room for from the start
+
+
 class WatchedTarget:
     """The target as transformers' `_prefill` sees it, with a look at the outputs of every chunk.
 
@@ -111,6 +114,7 @@ class PlainLoop:
     def _prefill(self) -> None:
         self._columns, past = self.cache.length(), self._real(self.cache.length())
         self._restore_context(past)
+        self._reserve_context()
         self.record.add_reused(past)
         self.position = past
         outputs = type(self.target)._prefill(
@@ -136,6 +140,13 @@ class PlainLoop:
         """Tokens among the first `columns` of the text and its padding: the draft counts those only."""
         mask = self.kwargs.get("attention_mask")
         return columns if mask is None else int(mask[0, :columns].sum())
+
+    def _reserve_context(self) -> None:
+        """Room for the prompt and what may follow soon, so that a long context is not copied while it fills."""
+        if self.draft.context_window is None:
+            room = NEW_TOKENS if self.transcript.room is None else min(self.transcript.room, NEW_TOKENS)
+            length = len(self.transcript) + room + self.draft.config.block_size
+            self.generator.context.reserve(length - self.generator.context.length)
 
     def _read(self, outputs: ModelOutput) -> None:
         """Hand a chunk of the prompt to the draft at once, so that features of one chunk only are in memory."""
