@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 VERSIONS := 5.18.0 5.20.2 5.24.0
 WORKERS ?= 2
+N ?= 2000
 
-.PHONY: quickstart test lint setup-demo test-versions clean
+.PHONY: quickstart test lint setup-demo test-versions fuzz clean
 
 quickstart: setup-demo
 	$(BIN)/python examples/quickstart.py
@@ -29,6 +30,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.base
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,demo,gguf,eval,triton]"
 	touch $@
+
+# N random cases against plain generate(); SEED starts where another run began.
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(N) $(if $(SEED),--seed $(SEED))
 
 # The tests that need no embedded pair, on the oldest, a middle and the newest supported transformers.
 test-versions: $(VERSIONS:%=test-transformers-%)

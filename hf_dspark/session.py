@@ -77,7 +77,8 @@ class Session:
 
         Args:
             input_ids: [B, S] the whole text so far, not only what is new.
-            options: of generate(), `attention_mask` included.
+            options: of generate(), `attention_mask` included. One sequence without a mask is all text: where generate()
+                takes a pad token in it for padding, a session does not, since the token may come from an answer.
 
         Returns:
             what generate() returns. `num_reused` of its statistics tells how much of the prompt was not computed again.
@@ -91,6 +92,8 @@ class Session:
                 raise ValueError(
                     f"A session takes token ids and an attention mask; `{name}` belongs in `target.generate()`."
                 )
+        if input_ids.shape[0] == 1 and options.get("attention_mask") is None:
+            options["attention_mask"] = torch.ones_like(input_ids)
         if not self._lock.acquire(blocking=False):
             raise ValueError("This session is generating already. Use `fork()`, or a session for each conversation.")
         try:
@@ -132,8 +135,8 @@ class Session:
         return output
 
     def _on_own_cache(self, input_ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | ModelOutput:
-        ids, mask = input_ids[0].tolist(), options.get("attention_mask")
-        prompt = list(zip(ids, [1] * len(ids) if mask is None else mask[0].tolist(), strict=True))
+        ids = input_ids[0].tolist()
+        prompt = list(zip(ids, options["attention_mask"][0].tolist(), strict=True))
         self._keep(common_length(self._held, prompt[:-1]))
         if self._cache is None:
             self._cache, self._rolls_back = new_cache(self.target)

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import checks
+import hf_dspark
 import tiny
 from hf_dspark._compat import CACHE_KEY
 
@@ -19,7 +20,8 @@ CASES, CHUNK = 320, 20
 LENGTH = 16
 TARGETS = (
     ("qwen3", {}), ("qwen3_sliding", {"sliding_window": 3}), ("mistral", {"sliding_window": 5}), ("llama", {}),
-    ("gemma3_text", {"sliding_window": 4}), ("gemma2", {"sliding_window": 9}), ("gpt2", {}), ("perm", {}), ("perm", {}),
+    ("gemma3_text", {"sliding_window": 4}), ("gemma2", {"sliding_window": 9}), ("gpt2", {}), ("gpt_neox", {}),
+    ("perm", {}), ("perm", {}),
 )  # fmt: skip
 
 
@@ -140,12 +142,13 @@ def teach(rng: random.Random, draft, kind: str, text: list[int], prompt: int, ga
     return tiny.set_table(draft, table)
 
 
-def run_case(seed: int) -> dict:
-    """One case; returns what happened, for the coverage check."""
-    rng = random.Random(seed)
+def run_case(seed: int, note: dict | None = None) -> dict:
+    """One case; fills `note` with what was drawn and returns what happened, for the coverage check."""
+    rng, note = random.Random(seed), {} if note is None else note
     torch.manual_seed(seed)
     as_dict = rng.random() < 0.3
-    target = target_of(rng.randrange(len(TARGETS)), "eager" if as_dict or rng.random() < 0.3 else None)
+    index = rng.randrange(len(TARGETS))
+    target = target_of(index, "eager" if as_dict or rng.random() < 0.3 else None)
     prompt = [rng.randrange(1, 62) for _ in range(rng.choice([1, 2, 3, 5, 9, 12]))]
     base = checks.plain(target, prompt, max_new_tokens=LENGTH)[0].tolist()
     processors, stop = draw_options(rng, base[len(prompt) :]), draw_stop(rng, base[len(prompt) :])
@@ -174,6 +177,15 @@ def run_case(seed: int) -> dict:
         draft_options["num_assistant_tokens"] = rng.randint(1, gamma)
     if rng.random() < 0.3 and draft.confidence_head is not None:
         draft_options["assistant_confidence_threshold"] = rng.choice([0.0, 0.3, 0.5, 0.9, 1.0])
+    draft.context_window = rng.choice([None, None, None, hf_dspark.ContextWindow(rng.randint(0, 4), rng.randint(1, 9))])
+    note |= {
+        "target": TARGETS[index],
+        "prompt": prompt,
+        "stop": stop,
+        "processors": processors(),
+        "draft": (gamma, kind),
+    }
+    note |= {"draft options": draft_options, "window": draft.context_window, "as dict": as_dict}
     found, stats = checks.generate(target, draft, ids, **make(), **draft_options)
 
     assert checks.sequences(found).tolist() == checks.sequences(expected).tolist()
@@ -193,10 +205,11 @@ RESULTS: dict[int, dict] = {}
 @pytest.mark.parametrize("chunk", range(CASES // CHUNK))
 def test_equal_to_plain_generate(chunk):
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        note: dict = {}
         try:
-            RESULTS[seed] = run_case(seed)
+            RESULTS[seed] = run_case(seed, note)
         except Exception as error:
-            raise AssertionError(f"case {seed}: {error}") from error
+            raise AssertionError(f"case {seed}: {note}: {error}") from error
 
 
 def test_the_cases_reach_every_path():

@@ -13,6 +13,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import checks
+import hf_dspark
 import tiny
 
 CASES, CHUNK = 320, 20
@@ -130,7 +131,8 @@ def run_case(seed: int, note: dict) -> dict:
     draft, lesson = draft_of(gamma, head), rng.choice(["full", "full", "never", "gaps", "gaps", "random"])
     teach(rng, draft, lesson, texts)
     assistant = draw_assistant(rng, draft, num_rows)
-    note |= {"draft": (gamma, head, lesson), "options": make() | assistant}
+    draft.context_window = rng.choice([None, None, None, hf_dspark.ContextWindow(rng.randint(0, 4), rng.randint(1, 9))])
+    note |= {"draft": (gamma, head, lesson), "options": make() | assistant, "window": draft.context_window}
     new, stats, _ = checks.batch_equals_plain(target, draft, rows, make, **assistant)
     if rng.random() < 0.2:  # the same pair again with other rows, fewer or one more
         note["again"] = True

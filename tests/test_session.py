@@ -243,6 +243,19 @@ def test_padding_is_part_of_the_history():
     assert found.tolist() == target.generate(checks.tensor(longer), **options).tolist() and stats.num_reused == 0
 
 
+def test_a_pad_token_in_the_text_is_text():
+    """generate() without a mask takes pad tokens for padding; those of an earlier answer are none."""
+    target, draft, _ = pair()
+    text = checks.plain(target, PROMPT, max_new_tokens=9)[0].tolist()
+    for static in ({}, STATIC):
+        session = hf_dspark.Session(target, draft)
+        for ids in (PROMPT, text[:12], [*text, 4]):
+            options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": text[7]}
+            mask = torch.ones(1, len(ids), dtype=torch.long)
+            expected = target.generate(checks.tensor(ids), attention_mask=mask, **options)
+            assert session.generate(checks.tensor(ids), **options, **static).tolist() == expected.tolist()
+
+
 def test_sampling_goes_on_and_dicts_come_back():
     target, draft, _ = pair()
     session = hf_dspark.Session(target, draft)

@@ -25,7 +25,6 @@ from .stopping import Transcript
 from .target_cache import TargetCache
 from .verify import decided_probabilities, verify
 
-
 NEW_TOKENS = 512  # that a draft's context has room for from the start
 
 

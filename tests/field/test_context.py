@@ -1,7 +1,7 @@
 """CONTEXT: positions, windows, rotary scaling and features far out are those computed from scratch, on both paths.
 
-A draft's own window (CONTEXT-4) is refused by the loader, see `tests/formats/test_deepspec_read.py` too; the window that a
-user gives a draft is in `tests/test_context.py`.
+A window in a draft's file (CONTEXT-4) is refused by the loader, see `tests/formats/test_deepspec_read.py` too; the one
+that a user gives a draft is in `tests/test_context.py`.
 """
 
 import pytest
@@ -83,7 +83,7 @@ LONG = 32768
 
 
 def test_context_32k_by_chunks_takes_the_memory_that_was_computed(monkeypatch):
-    """Plain path: the text of plain generate, features of one chunk at a time, and caches as large as the config says."""
+    """The text of plain generate, features of one chunk at a time, and caches as large as the configs say."""
     target = tiny.random_target("llama", layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
                                 max_position_embeddings=40000)  # fmt: skip
     prompt = torch.randint(1, 62, (1, LONG), generator=torch.Generator().manual_seed(3))

@@ -90,9 +90,7 @@ def test_state_1_calls_in_a_row_and_after_an_exception(error, place, path):
     assert trace(target, draft, SHORT, **path) == second
     with pytest.raises(type(error)), hf_dspark.record() as stats:
         bomb = {place: BOMBS[place](len(LONG) + 7, error)}
-        target.generate(
-            checks.tensor(LONG), assistant_model=draft, do_sample=False, max_new_tokens=20, **bomb, **path
-        )
+        target.generate(checks.tensor(LONG), assistant_model=draft, do_sample=False, max_new_tokens=20, **bomb, **path)
     assert stats.num_rounds >= 1, "the record shows what happened before the error"
     assert trace(target, draft, SHORT, **path) == second
     assert trace(target, draft, LONG, **path) == first

@@ -1,12 +1,17 @@
 """Whatever a config.json or a tensor header says, reading it ends in a config or in a ValueError."""
 
 import contextlib
+import functools
+import json
 import string
+import tempfile
+from pathlib import Path
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tiny
 from deepspec_files import draft, gemma4_files, info
 from hf_dspark import DSparkForCausalLM
 from hf_dspark.formats import detect, foreign_config, own
@@ -75,3 +80,87 @@ def test_random_keys_of_the_packages_own_form(changed):
     raw = open_raw(config, tensors).to_dict() | changed | {"model_type": "dspark"}
     with contextlib.suppress(ValueError):
         open_raw(raw, tensors)
+
+
+# ---- whole folders, through the public loader
+
+
+@functools.cache
+def folder_bytes() -> tuple[bytes, bytes]:
+    """config.json and model.safetensors of a small draft."""
+    config = tiny.draft_config()
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.write_draft(folder, config, tiny.draft_tensors(config))
+        return tuple((Path(folder) / name).read_bytes() for name in ("config.json", "model.safetensors"))
+
+
+def loads_or_raises_value_error(files: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        with contextlib.suppress(ValueError):
+            draft = DSparkForCausalLM.from_pretrained(folder)
+            assert all(parameter.device.type == "cpu" for parameter in draft.parameters())
+
+
+def damaged(data, content: bytes, within: int) -> bytes:
+    """`content` with a few of its first `within` bytes changed, cut out or doubled, or cut short."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, count = data.draw(st.integers(0, within - 1)), data.draw(st.integers(0, 8))
+        way, new = data.draw(st.sampled_from(["change", "cut", "double", "end"])), data.draw(st.binary(max_size=8))
+        content = {
+            "change": content[:at] + new + content[at + len(new) :],
+            "cut": content[:at] + content[at + count :],
+            "double": content[: at + count] + content[at:],
+            "end": content[:at],
+        }[way]
+    return content
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_damaged_files(data):
+    config, tensors = folder_bytes()
+    if data.draw(st.booleans()):
+        config = damaged(data, config, len(config))
+    else:
+        header = 8 + int.from_bytes(tensors[:8], "little")
+        tensors = damaged(data, tensors, data.draw(st.sampled_from([8, header, len(tensors)])))
+    loads_or_raises_value_error({"config.json": config, "model.safetensors": tensors})
+
+
+entries = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "F16", "BF16", "I8", "I64", "F8_E4M3", "BOOL", "?"]) | scalars,
+        "shape": st.lists(st.integers(-1, 80), max_size=3) | scalars,
+        "data_offsets": st.lists(st.integers(-1, 2**40), max_size=3) | scalars,
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_headers_that_say_something_else(data):
+    config, tensors = folder_bytes()
+    end = 8 + int.from_bytes(tensors[:8], "little")
+    header = json.loads(tensors[8:end])
+    name = data.draw(st.sampled_from(sorted(header)))
+    header[name] = data.draw(entries.map(lambda entry: header[name] | entry) | values)
+    if data.draw(st.booleans()):
+        header[data.draw(st.sampled_from(["fc.weight", "stranger.weight", "", "__metadata__"]))] = header.pop(name)
+    text = json.dumps(header).encode()
+    tensors = len(text).to_bytes(8, "little") + text + tensors[end:]
+    loads_or_raises_value_error({"config.json": config, "model.safetensors": tensors})
+
+
+shards = st.sampled_from(["a.safetensors", "../a.safetensors", "/a.safetensors", "b.safetensors", ""]) | values
+maps = st.dictionaries(st.sampled_from(["fc.weight", "norm.weight", "x"]), shards)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.dictionaries(st.sampled_from(["weight_map", "metadata"]), values | maps))
+def test_indexes_of_shards(index):
+    config, tensors = folder_bytes()
+    index_file = {"model.safetensors.index.json": json.dumps(index).encode()}
+    loads_or_raises_value_error({"config.json": config, "a.safetensors": tensors, **index_file})

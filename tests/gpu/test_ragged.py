@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+import hf_dspark
 import tiny
 from hf_dspark.generation.engine import FastPath
 
@@ -94,6 +95,35 @@ def test_caches_grow_in_the_middle_of_a_text():
     options = {"max_new_tokens": 1500, "do_sample": False}
     output = target.generate(ids, assistant_model=draft, cache_implementation="static", **options)
     assert output[0, 2:].tolist() == tiny.chain(17, 1500)
+
+
+@pytest.mark.parametrize("window", [(0, 3), (4, 9), (4, 60)])
+def test_a_context_window_in_recorded_rounds(window):
+    """What the draft proposes over the ring is what it proposes over the plain path's context."""
+    target, draft = pair("qwen3", "random")
+    draft.context_window = hf_dspark.ContextWindow(*window)
+    ids = torch.randint(1, 60, (1, 20), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    traces = []
+    for options in ({}, {"cache_implementation": "static"}):
+        with hf_dspark.record() as stats:
+            target.generate(ids, assistant_model=draft, max_new_tokens=40, do_sample=False, **options)
+        traces.append([(r.position, r.confidence) for r in stats.rounds])
+    assert [position for position, _ in traces[0]] == [position for position, _ in traces[1]]
+    for (_, one), (_, other) in zip(*traces, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=2e-2, rtol=2e-2)
+
+
+def test_a_session_on_the_recorded_path():
+    target, draft = pair("qwen3", "random")
+    session = hf_dspark.Session(target, draft)
+    text = torch.tensor([[5, 17, 3]], device="cuda")
+    for i in range(4):
+        options = {"max_new_tokens": 12, "do_sample": False}
+        expected = target.generate(text, **options)
+        with hf_dspark.record() as stats:
+            text = session.generate(text, cache_implementation="static", **options)
+        assert torch.equal(text, expected) and stats.path == "ragged" and (stats.num_reused > 0) == (i > 0)
+        text = torch.cat((text, text[:, :1]), dim=1)
 
 
 def test_captures_do_not_grow_with_prompts():
