@@ -62,6 +62,8 @@ def serving(config: DSparkConfig, format: str, folder: str, target: str) -> tupl
         refusals = dict.fromkeys(commands, "a draft without Markov head (DFlash) is no DSpark draft to it")
     elif config.markov_head_type != "vanilla":
         refusals["vLLM"] = f"it has no {config.markov_head_type} Markov heads, only vanilla ones"
+    if config.sandwich_norms:
+        refusals.setdefault("SGLang", "it has no Gemma4-style drafts")
     if format == "speculators":
         refusals.setdefault("SGLang", "it does not read speculators' form: export as deepspec")
     elif not config.sample_from_anchor:

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     tau: float | None
     plain: float | None
     compiled: float | None
-    dspark: float
+    dspark: float | None
     speedup: float | None
     speedup_over_compiled: float | None
     same_text: str
@@ -78,6 +78,7 @@ def read(paths: Iterable[str | Path]) -> Evidence:
 def _sort_in(evidence: Evidence, path: Path, values: Mapping[str, Any]) -> None:
     reports = {
         "overall": _eval_report,
+        "prompts_per_set": _draft_benchmark,
         "rows": _bench_report,
         "results": _cpu_benchmark,
         "sets": _gpu_benchmark,
@@ -222,3 +223,20 @@ def _gpu_benchmark(report: Mapping[str, Any]) -> list[Report]:
         f"{_versions(env)}. Texts are compared with those of compiled plain decoding."
     )
     return [Report(setting, report["dtype"], rows)]
+
+
+def _draft_benchmark(report: Mapping[str, Any]) -> list[Report]:
+    """`benchmarks/embedded_draft.json`: τ of several drafts of one target, without speeds."""
+    env, rows = report["environment"], []
+    for name, modes in report["drafts"].items():
+        for mode in ("greedy", "T=1"):
+            for prompts, result in modes[mode].items():
+                if isinstance(result, Mapping):
+                    acceptance = result["acceptance_by_position"]
+                    rows.append(Row(prompts, mode, name, report["prompts_per_set"], result["tau"], None, None, None,
+                                    None, None, "-", acceptance))  # fmt: skip
+    setting = (
+        f"One {env['device']}, {report['new_tokens']} new tokens, the target's chat template, seed {env['seed']}; "
+        f"{_versions(env)}. Each method is a draft."
+    )
+    return [Report(setting, "bfloat16", rows)]

@@ -72,7 +72,9 @@ def report(report: Report) -> str:
         speeds = [number(speed, 1) for speed in (row.plain, row.compiled, row.dspark)]
         ratios = [number(ratio, 2, "×") for ratio in (row.speedup, row.speedup_over_compiled)]
         rows.append([prompts, row.mode, row.method, number(row.tau), *speeds, *ratios, row.same_text])
-    return f"**{report.dtype}.** {report.setting}\n\n{table(head, rows)}"
+    shown = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]
+    cells = [[row[i] for i in shown] for row in (head, *rows)]
+    return f"**{report.dtype}.** {report.setting}\n\n{table(cells[0], cells[1:])}"
 
 
 def acceptance(reports: Iterable[Report]) -> str | None:

@@ -85,7 +85,7 @@ def test_numbers_of_every_file_are_shown(folder, files):
     pytest.importorskip("matplotlib")
     text = write_card(folder, files, target=TARGET, notes="## Limits\n\nEnglish only.").read_text()
     assert "| gsm8k (3) | greedy | dspark | 2.35 | 20.0 | 40.0 | 50.0 | 2.60× | 1.25× | 3 of 4 |" in text
-    assert "| batch 8 | T=0.7, top-p 0.9 | dspark, static | 2.35 | 20.0 | - | 50.0 | 2.50× | - | sampled |" in text
+    assert "| batch 8 | T=0.7, top-p 0.9 | dspark, static | 2.35 | 20.0 | 50.0 | 2.50× | sampled |" in text
     assert "| bfloat16 | gsm8k | greedy | dspark | 0.81 | 0.72 | - |" in text
     assert "One NVIDIA H200, at most 24 new tokens, chat template, seed 5; hf_dspark 0.1.0, transformers 5.24.0" in text
     assert "| temperature T_j | 1.50 | 0.90 | 1.00 |" in text and "4,157 rounds" in text and "One thing." in text
@@ -95,6 +95,20 @@ def test_numbers_of_every_file_are_shown(folder, files):
     assert "| `data` | texts.jsonl (SHA-256 f00d) |" in text and "## Limits\n\nEnglish only.\n" in text
     assert "/home/me" not in text  # no paths of the machine it was made on
     assert "\n\n\n" not in text and "None" not in text
+
+
+def test_a_comparison_of_drafts_shows_all_and_claims_none(folder, tmp_path):
+    """What `benchmarks/embedded_draft/measure.py` writes; columns that nobody measured are left out."""
+    sets = {"gsm8k": {"tau": 2.7, "acceptance_by_position": [0.6, None, None], "rounds": 9}, "mean_tau": 2.7}
+    environment = {"device": "NVIDIA H200", "cuda": "13.0", "seed": 0, "torch": "2.11.0", "hf_dspark": "0.1.0"}
+    drafts = {name: {"greedy": sets, "T=1": sets, "bytes": 1, "layers": 2} for name in ("new", "old")}
+    path = tmp_path / "x.json"
+    path.write_text(
+        json.dumps({"environment": environment, "new_tokens": 128, "prompts_per_set": 20, "drafts": drafts})
+    )
+    text = write_card(folder, [path], target=TARGET).read_text()
+    assert "| prompts | mode | method | τ |" in text and "| gsm8k (20) | T=1 | old | 2.70 |" in text
+    assert "model-index" not in text and "128 new tokens" in text
 
 
 def test_provenance_has_hashes_of_weights_and_measurements(folder, files):
