@@ -10,8 +10,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 SIZES = (
-    "vocab_size",
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -29,7 +29,10 @@ class DSparkConfig(PreTrainedConfig):
     > Backbone
 
     Args:
-        vocab_size (`int`): rows of the target's vocabulary V, padding rows included.
+        vocab_size (`int`): rows of the target's vocabulary V, padding rows included; 0 where the file neither states
+            nor stores anything of that size, so that the target's counts.
+        draft_vocab_size (`int`, *optional*): tokens that the draft can propose, where these are fewer than V. The head
+            and W2 have that many rows, the buffer `d2t` says which tokens they are.
         hidden_size (`int`): width H of the draft.
         intermediate_size (`int`): width of the MLP.
         num_hidden_layers (`int`): draft layers.
@@ -39,13 +42,21 @@ class DSparkConfig(PreTrainedConfig):
         rms_norm_eps (`float`): epsilon of every RMS norm.
         max_position_embeddings (`int`): positions the draft was configured for.
         rope_parameters (`dict`): rotary parameters in transformers' form, one flat dict.
+        rope_interleaved (`bool`): rotary pairs are neighbours (2i, 2i+1) instead of halves (i, i + head_dim / 2).
+        layer_types (`list[str]`, *optional*): `"full_attention"` or `"sliding_attention"` for each layer; `None` is
+            full attention everywhere.
+        sliding_window (`int`, *optional*): W of sliding layers: a slot at position p sees positions above p - W.
+        window_from_anchor (`bool`): the window of all slots of a block counts back from the anchor instead.
+        causal_layers (`list[bool]`, *optional*): layers in which a slot sees no later slot of its block.
         attention_bias (`bool`): biases on q, k, v and o projections.
         attention_scale (`float`, *optional*): softmax scale; `None` means `head_dim ** -0.5`.
         value_from_key (`bool`): values are the key projection before norm and rotary (Gemma4 `attention_k_eq_v`).
         value_norm (`bool`): values pass an RMS norm without weight (Gemma4).
         sandwich_norms (`bool`): norms after attention and around the MLP, and a scalar on each layer's output (Gemma4).
-        embedding_scale (`float`): factor on the draft's *own* embeddings (Gemma4: sqrt(H)). A shared embedding module
-            already applies its family's factor.
+        embedding_scale (`float`): factor on the draft's *own* embeddings (Gemma4: sqrt(H)), and on raw ones. A shared
+            embedding module otherwise applies its family's factor.
+        raw_embeddings (`bool`): of a shared embedding module the bare rows are read, without its factor or norm.
+        logit_scale (`float`): factor on the head's output.
         final_logit_softcapping (`float`, *optional*): cap on the base logits, applied before the Markov bias.
 
     > Target side
@@ -53,6 +64,7 @@ class DSparkConfig(PreTrainedConfig):
         target_hidden_size (`int`): width of one tapped hidden state.
         target_layer_ids (`list[int]`): taps; id i means `hidden_states[i + 1]`, -1 the embedding output.
         num_target_layers (`int`, *optional*): depth of the target as the file states it; informative only.
+        target_name_or_path (`str`, *optional*): the target that the file names; informative only.
         mask_token_id (`int`): row of the embedding that stands for an undecided slot.
         has_embed_tokens, has_lm_head (`bool`): whether the checkpoint stores them; otherwise the target's are shared.
 
@@ -79,6 +91,7 @@ class DSparkConfig(PreTrainedConfig):
     model_type = "dspark"
 
     vocab_size: int = 151936
+    draft_vocab_size: int | None = None
     hidden_size: int = 4096
     intermediate_size: int = 12288
     num_hidden_layers: int = 5
@@ -89,12 +102,19 @@ class DSparkConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40960
     rope_parameters: dict | None = None
+    rope_interleaved: bool = False
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    window_from_anchor: bool = False
+    causal_layers: list[bool] | None = None
     attention_bias: bool = False
     attention_scale: float | None = None
     value_from_key: bool = False
     value_norm: bool = False
     sandwich_norms: bool = False
     embedding_scale: float = 1.0
+    raw_embeddings: bool = False
+    logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -106,6 +126,7 @@ class DSparkConfig(PreTrainedConfig):
     target_hidden_size: int = 4096
     target_layer_ids: list[int] | tuple[int, ...] = (1, 9, 17, 25, 33)
     num_target_layers: int | None = None
+    target_name_or_path: str | None = None
     mask_token_id: int = 151669
     has_embed_tokens: bool = False
     has_lm_head: bool = False
@@ -130,6 +151,8 @@ class DSparkConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
         self._check_sizes()
+        self._check_vocabulary()
+        self._check_attention()
         self._check_block()
         self._check_taps()
         self._check_heads()
@@ -144,6 +167,11 @@ class DSparkConfig(PreTrainedConfig):
         """Width of the concatenated taps, `n_taps * target_hidden_size`."""
         return len(self.target_layer_ids) * self.target_hidden_size
 
+    @property
+    def head_size(self) -> int:
+        """Rows of the head and of W2: the tokens that the draft can propose."""
+        return self.draft_vocab_size or self.vocab_size
+
     def _check_sizes(self):
         for name in SIZES:
             if getattr(self, name) < 1:
@@ -154,6 +182,30 @@ class DSparkConfig(PreTrainedConfig):
                 f"`num_key_value_heads` {self.num_key_value_heads}."
             )
 
+    def _check_vocabulary(self):
+        if self.vocab_size < 1 and (self.vocab_size or self.has_embed_tokens or self.has_lm_head or self.markov_rank):
+            raise ValueError(f"`vocab_size` must be at least 1, got {self.vocab_size}.")
+        size = self.draft_vocab_size
+        if size is not None and not (1 <= size < self.vocab_size and self.has_lm_head):
+            raise ValueError(
+                f"`draft_vocab_size` {size} must be less than `vocab_size` {self.vocab_size} and needs an own head "
+                f"(`has_lm_head` is {self.has_lm_head}). Set it to None for a draft of the whole vocabulary."
+            )
+
+    def _check_attention(self):
+        for name in ("layer_types", "causal_layers"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.num_hidden_layers:
+                raise ValueError(f"`{name}` {values} must have one entry for each of {self.num_hidden_layers} layers.")
+        unknown = sorted(set(self.layer_types or ()) - set(LAYER_TYPES))
+        if unknown:
+            raise ValueError(f"`layer_types` holds {', '.join(unknown)}; known: {', '.join(LAYER_TYPES)}.")
+        slides = "sliding_attention" in (self.layer_types or ())
+        if slides and (self.sliding_window is None or self.sliding_window < 1):
+            raise ValueError(f"`sliding_attention` layers need a `sliding_window` >= 1, got {self.sliding_window}.")
+        if self.rope_interleaved and self.value_from_key:
+            raise ValueError("`rope_interleaved` with `value_from_key` is not supported; no draft is made that way.")
+
     def _check_block(self):
         if self.num_draft_tokens < 1:
             layout = "anchor-first" if self.sample_from_anchor else "1+N"
@@ -161,7 +213,7 @@ class DSparkConfig(PreTrainedConfig):
                 f"`block_size` {self.block_size} leaves no draft in the {layout} layout. "
                 "Give the number of slots the draft was trained with."
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        if self.mask_token_id < 0 or (self.vocab_size and self.mask_token_id >= self.vocab_size):
             raise ValueError(
                 f"`mask_token_id` {self.mask_token_id} is not a row of the vocabulary ({self.vocab_size} rows). "
                 "Set it to the id the draft was trained with."

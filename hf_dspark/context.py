@@ -42,6 +42,13 @@ class ContextWindow:
                 raise ValueError(f"`{name}` of a context window must be an integer of {least} or more, got {value!r}.")
 
 
+def check_window(config: DSparkConfig, window: ContextWindow | None) -> None:
+    """Raise ValueError for a context window on a draft whose layers look at distances by themselves."""
+    partial = config.sliding_window is not None or any(config.causal_layers or ())
+    if window is not None and partial:
+        raise ValueError("`draft.context_window` is for drafts with full attention; layers of this one have windows.")
+
+
 class ContextLayer(Protocol):
     """What one draft layer sees of a context."""
 
@@ -82,6 +89,7 @@ class DraftContext:
         with torch.inference_mode(False):
             self.keys = torch.empty(shape, device=device, dtype=dtype)
             self.values = torch.empty(shape, device=device, dtype=dtype)
+        check_window(config, window)
         self.window = window
         self.length = self._dropped = 0
 
@@ -178,5 +186,17 @@ class DraftContextLayer:
         head_dim]. The context keeps its length.
         """
         end = self.context.write(self.index, keys, values)
-        stores = self.context.keys[self.index], self.context.values[self.index]
-        return attention.attend(queries, *(store[:, :, :end] for store in stores))
+        keys, values = (store[self.index][:, :, :end] for store in (self.context.keys, self.context.values))
+        mask = None if attention.sees_all else block_mask(attention, queries, end)
+        return attention.attend(queries, keys, values, mask)
+
+
+def block_mask(attention: "DSparkAttention", queries: torch.Tensor, end: int) -> torch.Tensor:
+    """Additive mask [n, end] of a block of n slots, the last of `end` tokens without gaps; dtype of `queries`."""
+    tokens = torch.arange(end, device=queries.device)
+    slots = tokens[end - queries.shape[2] :]
+    limits, origins = attention.sight(slots, slots[:1], slots[-1:])
+    seen = tokens <= limits[:, None]
+    if attention.window is not None:
+        seen &= tokens > origins[:, None] - attention.window
+    return torch.zeros_like(seen, dtype=queries.dtype).masked_fill(~seen, float("-inf"))

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from . import formats
+from ._hub_files import listing
 from .configuration_dspark import DSparkConfig
 
 HUB_ARGUMENTS = ("revision", "cache_dir", "token", "local_files_only", "force_download", "subfolder")
@@ -33,7 +34,7 @@ def load_draft(
     cls: type,
     load: Callable,
     path_or_id: str | Path,
-    sample_from_anchor: bool | None,
+    overrides: dict[str, Any],
     config: Any,
     *model_args: Any,
     **kwargs: Any,
@@ -46,19 +47,14 @@ def load_draft(
         kwargs.pop(name, None)
     if overridden := kwargs.keys() & DSparkConfig().to_dict().keys() - {"dtype"}:
         raise ValueError(_no_override(sorted(overridden)))
-    if sample_from_anchor is None and config is not None and not isinstance(config, DSparkConfig):
-        # AutoModel has put the argument into the config when the file has that key.
-        sample_from_anchor = getattr(config, "sample_from_anchor", None)
-    checkpoint = formats.open_checkpoint(path_or_id, sample_from_anchor=sample_from_anchor, **hub)
-    if isinstance(config, DSparkConfig):
+    given = None if isinstance(config, DSparkConfig) else config
+    if given is not None:
+        overrides = _from_auto_config(given, formats.read_raw(path_or_id, **hub)) | {
+            name: value for name, value in overrides.items() if value is not None
+        }
+    checkpoint = formats.open_checkpoint(path_or_id, **overrides, **hub)
+    if given is None and config is not None:
         checkpoint = dataclasses.replace(checkpoint, config=config)
-    elif config is not None:
-        stated = checkpoint.config.foreign or {}
-        changed = [
-            name for name in formats.DRAFT_KEYS if name in stated and getattr(config, name, None) != stated[name]
-        ]
-        if changed:
-            raise ValueError(_no_override(changed))
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in cls(checkpoint.config).state_dict().items()}
     formats.check_tensors(checkpoint, expected)
@@ -71,17 +67,56 @@ def load_draft(
         use_safetensors=True,
         **kwargs,
     )
+    draft: Any = loaded[0] if isinstance(loaded, tuple) else loaded  # `output_loading_info=True` gives a tuple
+    # transformers would save under the file's names, whatever form is asked for.
+    vars(draft).pop("_weight_conversions", None)
+    _check_finite(draft, checkpoint.folder)
     if (checkpoint.folder / GENERATION_CONFIG_NAME).is_file():
-        draft = loaded[0] if isinstance(loaded, tuple) else loaded  # `output_loading_info=True` gives a tuple
         draft.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     return loaded
 
 
+def _from_auto_config(config: Any, stated: dict[str, Any]) -> dict[str, Any]:
+    """Overrides that AutoModel has put into the config because the file has keys of these names.
+
+    Raises:
+        ValueError: another key of the draft was changed.
+    """
+    changed = {
+        name: getattr(config, name, None)
+        for name in (*formats.DRAFT_KEYS, *formats.OVERRIDES)
+        if stated.get(name) is not None and getattr(config, name, None) != stated[name]
+    }
+    if others := sorted(changed.keys() - set(formats.OVERRIDES)):
+        raise ValueError(_no_override(others))
+    return changed
+
+
 def _no_override(names: list[str]) -> str:
     return (
-        f"{', '.join(f'`{name}`' for name in names)} cannot be overridden while loading, except `sample_from_anchor`. "
-        "Pass a whole `config=DSparkConfig(...)`, or change config.json."
+        f"{', '.join(f'`{name}`' for name in names)} cannot be overridden while loading; "
+        f"{', '.join(f'`{name}`' for name in formats.OVERRIDES)} can. Pass a whole `config=DSparkConfig(...)`, or "
+        "change config.json."
     )
+
+
+def _check_finite(draft: torch.nn.Module, folder: Path) -> None:
+    """Raise ValueError for parameters that hold NaN or infinite numbers; offloaded ones are not looked at."""
+    bad = [
+        name
+        for name, tensor in draft.state_dict().items()
+        if tensor.is_floating_point() and not tensor.is_meta and not _is_finite(tensor)
+    ]
+    if bad:
+        raise ValueError(
+            f"Tensors of {folder} hold NaN or infinite numbers: {listing(bad)}. The file is damaged, or a tool wrote "
+            "what it should have left out; download it again."
+        )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # Without a second tensor of the same size.
+    return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 def save_draft(
@@ -103,7 +138,9 @@ def save_draft(
     if include_shared:
         tensors |= shared_tensors(draft)
     # Clones, because the key and value projections are views of one matrix.
-    save(directory, *args, state_dict={name: tensor.detach().clone() for name, tensor in tensors.items()}, **kwargs)
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    tensors = formats.foreign_tensors(draft.config, tensors, format)
+    save(directory, *args, state_dict=tensors, **kwargs)
     Path(directory, "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _save_defaults(draft.generation_config, Path(directory))
     if push_to_hub:
@@ -121,6 +158,8 @@ def shared_tensors(draft: Any) -> dict[str, torch.Tensor]:
     """
     vocabulary, config, tensors = draft.vocabulary, draft.config, {}
     size, dtype = config.vocab_size, draft.dtype
+    if not size:
+        raise ValueError("The draft's file does not say how many tokens it is for. Save without `include_shared`.")
     if vocabulary.size < size:
         raise ValueError(
             f"The target has {vocabulary.size} rows for a draft of {size} tokens. Save without `include_shared`."
@@ -131,8 +170,8 @@ def shared_tensors(draft: Any) -> dict[str, torch.Tensor]:
         tensors["lm_head.weight"] = head.weight[:size].to(dtype)
     if (embeddings := vocabulary.embeddings) is not None:
         # Through the module, which knows its family's factor and how its weight is stored.
-        embedded = vocabulary.embed(torch.arange(size, device=vocabulary.device))
-        factor = torch.tensor(config.embedding_scale, dtype=embedded.dtype)
+        embedded = vocabulary.embed(torch.arange(size, device=vocabulary.device), raw=config.raw_embeddings)
+        factor = torch.tensor(1.0 if config.raw_embeddings else config.embedding_scale, dtype=embedded.dtype)
         # The quotient may be rounded; the weight itself is exact where the draft's own factor is the family's.
         same = torch.equal(embeddings.weight[:size] * factor, embedded)
         tensors["embed_tokens.weight"] = (embeddings.weight[:size] if same else embedded / factor).to(dtype)

@@ -16,8 +16,8 @@ class VanillaMarkovHead(nn.Module):
     """B_k = W2 · W1[x_{k-1}], a first-order transition matrix of rank r.
 
     Shapes: `prev` [B] token ids, `hidden` [B, H], `state` as the previous step returned it (`None` opens a block);
-    `step` returns the bias [B, V] in the head's dtype and the next state, `transition` the next state and before it
-    u_k [B, r] with B_k = W2 · u_k. Where the state is not used (`has_state` False), any leading shape will do.
+    `step` returns the bias [B, V_draft] in the head's dtype and the next state, `transition` the next state and before
+    it u_k [B, r] with B_k = W2 · u_k. Where the state is not used (`has_state` False), any leading shape will do.
     """
 
     has_state = False
@@ -26,7 +26,7 @@ class VanillaMarkovHead(nn.Module):
         super().__init__()
         self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.head_size, bias=False)
 
     def embed(self, prev: torch.Tensor) -> torch.Tensor:
         """W1[prev], [..., r]; the confidence head reads it too."""

@@ -40,8 +40,16 @@ class DSparkRotaryEmbedding(Qwen3RotaryEmbedding):
         return self
 
 
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Neighbouring pairs (2i, 2i+1) of the last axis moved to (i, i + half), where `apply_rope` turns them.
+
+    Queries and keys are moved alike, so their products stay as they are.
+    """
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 class DSparkAttention(nn.Module):
-    """Attention of a block over the context and over itself, both ways."""
+    """Attention of a block over the context and over itself: both ways and without a window, unless config says so."""
 
     is_causal = False
 
@@ -51,6 +59,9 @@ class DSparkAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        slides = config.layer_types is not None and config.layer_types[layer_idx] == "sliding_attention"
+        self.window = config.sliding_window if slides else None
+        self.causal = bool(config.causal_layers and config.causal_layers[layer_idx])
         self.scaling = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
@@ -71,12 +82,36 @@ class DSparkAttention(nn.Module):
         keys, values = heads[..., 0, :, :], heads[..., -1, :, :]
         if self.config.value_norm:
             values = F.rms_norm(values, (self.head_dim,), eps=self.config.rms_norm_eps)
-        return apply_rope(self.k_norm(keys), rope).transpose(1, 2), values.transpose(1, 2)
+        return self._rotate(self.k_norm(keys), rope).transpose(1, 2), values.transpose(1, 2)
+
+    def _rotate(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        return apply_rope(halves(x) if self.config.rope_interleaved else x, rope)
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every slot of a block sees the whole context and the whole block."""
+        return self.window is None and not self.causal
+
+    def sight(
+        self, positions: torch.Tensor, anchors: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What slots see: everything up to `limits`, and if there is a window, only what lies above `origins` - window.
+
+        Args:
+            positions, anchors, last: of the slots themselves, of their anchors and of the last slots of their blocks.
+
+        Returns:
+            `limits` and `origins`, shaped like `positions`.
+        """
+        limits = positions if self.causal else last
+        if self.window is None or self.config.window_from_anchor:
+            return limits.expand_as(positions), anchors.expand_as(positions)
+        return torch.minimum(limits, positions + self.window - 1), positions
 
     def forward(self, hidden: torch.Tensor, rope: Rope, context: ContextLayer) -> torch.Tensor:
         """`hidden` [B, n, H] -> [B, n, H]; the block's own keys and values are only scratch in `context`."""
         queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        queries = apply_rope(queries, rope).transpose(1, 2)
+        queries = self._rotate(queries, rope).transpose(1, 2)
         projected = torch.cat([projection(hidden) for projection in self.key_value_projections()], dim=-1)
         output = context.attend(self, queries, *self.keys_values(projected, rope))
         return self.o_proj(output.flatten(2))
@@ -84,8 +119,14 @@ class DSparkAttention(nn.Module):
     def attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """transformers' attention of the configured kind: [B, heads, n, head_dim] -> [B, n, heads, head_dim]."""
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        """transformers' attention of the configured kind: [B, heads, n, head_dim] -> [B, n, heads, head_dim].
+
+        `mask` is additive, or bool for sdpa. Kinds that take no mask give way to sdpa where one is needed.
+        """
+        kind = self.config._attn_implementation
+        if mask is not None and kind not in ("sdpa", "eager"):
+            kind = "sdpa"
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
         return attention(self, queries, keys, values, mask, dropout=0.0, scaling=self.scaling)[0]
 
 

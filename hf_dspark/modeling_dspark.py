@@ -55,6 +55,8 @@ class DSparkPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True
+    # The loader accounts for every tensor of a file by itself.
+    _keys_to_ignore_on_load_unexpected = [r".*"]
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -96,7 +98,9 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DSparkRotaryEmbedding(config)
         if config.has_lm_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.hidden_size, config.head_size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.markov_head = MARKOV_HEADS[config.markov_head_type](config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
         self.generation_config = GenerationConfig()
@@ -139,6 +143,16 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
                 "it to `target.generate(assistant_model=draft)`."
             )
         return TargetVocabulary(None, None, self.config.vocab_size, self.device, self.dtype)
+
+    @property
+    def proposable_ids(self) -> torch.Tensor | None:
+        """[V_draft] ascending target ids of the rows of the head; `None` where the draft has the whole vocabulary.
+
+        The file stores them as offsets: row i is the token i + d2t[i].
+        """
+        if self.config.draft_vocab_size is None:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     # ---- the two phases of a round
 
@@ -190,9 +204,11 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
 
     def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary, raw: bool = False) -> torch.Tensor:
         """U_k [..., V_draft] of backbone states [..., H]: float32, or with `raw` as the head gives them if possible."""
-        logits = self.lm_head(hidden) if self.config.has_lm_head else vocabulary.logits(hidden).to(self.device)
-        cap = self.config.final_logit_softcapping
-        logits = fit_vocabulary(logits if raw and cap is None else logits.float(), self.config.vocab_size)
+        config = self.config
+        logits = self.lm_head(hidden) if config.has_lm_head else vocabulary.logits(hidden).to(self.device)
+        cap, scale = config.final_logit_softcapping, config.logit_scale
+        logits = fit_vocabulary(logits if raw and cap is None and scale == 1 else logits.float(), config.head_size)
+        logits = logits if scale == 1 else logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def propose(
@@ -221,7 +237,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
 
     def _embed(self, ids: torch.Tensor, vocabulary: TargetVocabulary) -> torch.Tensor:
         if not self.config.has_embed_tokens:
-            return vocabulary.embed(ids).to(device=self.device, dtype=self.dtype)
+            embedded = vocabulary.embed(ids, raw=self.config.raw_embeddings).to(device=self.device, dtype=self.dtype)
+            return embedded * self.config.embedding_scale if self.config.raw_embeddings else embedded
         embedded = self.embed_tokens(ids.clamp(max=self.config.vocab_size - 1))
         # Gemma rounds the factor to the dtype of the embeddings.
         return embedded * float(torch.tensor(self.config.embedding_scale, dtype=embedded.dtype))
@@ -262,6 +279,9 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         pretrained_model_name_or_path: str | Path,
         *model_args: Any,
         sample_from_anchor: bool | None = None,
+        block_size: int | None = None,
+        target_layer_ids: list[int] | None = None,
+        mask_token_id: int | None = None,
         config: Any = None,
         **kwargs: Any,
     ) -> "DSparkForCausalLM":
@@ -270,20 +290,28 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         Args:
             pretrained_model_name_or_path: folder or repository id.
             sample_from_anchor: overrules the block layout that the file states or implies.
+            block_size, target_layer_ids, mask_token_id: overrule, or add, what the file says; meaning as in
+                `DSparkConfig`, whatever the file calls them.
             config: a `DSparkConfig` replaces what the file says; any other config is ignored, the file's own keys
             decide. kwargs: as in transformers (`dtype`, `device_map`, `revision`, `cache_dir`, `token`, ...).
 
         Raises:
-            ValueError: for anything that is not a DSpark checkpoint this version reads, or with missing, unknown or
-                misshapen tensors; the message names them.
+            ValueError: for anything that is not a DSpark checkpoint this version reads, or with missing, unknown,
+                misshapen or non-finite tensors; the message names them.
         """
         from .files import load_draft
 
+        overrides = {
+            "sample_from_anchor": sample_from_anchor,
+            "block_size": block_size,
+            "target_layer_ids": target_layer_ids,
+            "mask_token_id": mask_token_id,
+        }
         return load_draft(
             cls,
             super().from_pretrained,
             pretrained_model_name_or_path,
-            sample_from_anchor,
+            overrides,
             config,
             *model_args,
             **kwargs,
@@ -301,7 +329,8 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         `generation_config`.
 
         Args:
-            format: `None` for the form it was loaded in, `"deepspec"` to convert.
+            format: `None` for the form it was loaded in, `"deepspec"` or `"speculators"` to convert. The latter names
+                the target of `config.target_name_or_path`, which vLLM serves it with.
             include_shared: also write the embeddings and head of the attached target.
             kwargs: as in transformers; `push_to_hub=True` also uploads the folder, see `push_to_hub`.
         """
@@ -356,6 +385,17 @@ def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
 
 
 def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut or pad (with -inf) the last axis to `size`: vocabularies of a pair may differ by padding rows."""
-    missing = size - logits.shape[-1]
-    return logits[..., :size] if missing <= 0 else F.pad(logits, (0, missing), value=float("-inf"))
+    """Cut or pad (with -inf) the last axis to `size`: vocabularies of a pair may differ by padding rows. 0: as is."""
+    return spread(logits, None, size, float("-inf")) if size else logits
+
+
+def spread(values: torch.Tensor, ids: torch.Tensor | None, size: int, fill: float) -> torch.Tensor:
+    """Values [..., V_draft] of the tokens `ids` on the whole vocabulary [..., size], `fill` elsewhere.
+
+    `ids` None: of the first tokens. Ids behind `size` are left out.
+    """
+    if ids is None:
+        missing = size - values.shape[-1]
+        return values[..., :size] if missing <= 0 else F.pad(values, (0, missing), value=fill)
+    whole = values.new_full((*values.shape[:-1], size + 1), fill)
+    return whole.index_copy_(-1, ids.clamp(max=size), values)[..., :size]

@@ -12,7 +12,7 @@ from .compiling import compiled
 from .context import Context, DraftContext
 from .generation.logits_process import MarkovLogitsProcessor
 from .heads import VanillaMarkovHead
-from .modeling_dspark import BackboneOutput, DSparkForCausalLM, fit_vocabulary
+from .modeling_dspark import BackboneOutput, DSparkForCausalLM, spread
 from .sampling import draw, usable
 from .target import TargetVocabulary
 
@@ -81,15 +81,19 @@ def plain_walk(
     head: VanillaMarkovHead | None,
     anchors: torch.Tensor,
     backbone: BackboneOutput,
+    ids: torch.Tensor | None,
     vocabulary_size: int,
     choose: Choose,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The walk as a function: tokens [B, γ], logits and scores [B, γ, V]. `choose` sees `anchors` [B, t] and drafts."""
+    """The walk as a function: tokens [B, γ], logits and scores [B, γ, V]. `choose` sees `anchors` [B, t] and drafts.
+
+    `ids` [V_draft] are the tokens that base logits stand for, `None` for the whole vocabulary.
+    """
     markov = MarkovLogitsProcessor(head)
     markov.begin(backbone.hidden_states)
 
     def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        logits = fit_vocabulary(markov(prefix, backbone.base_logits[:, k]), vocabulary_size)
+        logits = spread(markov(prefix, backbone.base_logits[:, k]), ids, vocabulary_size, float("-inf"))
         scores, token = choose(prefix, logits)
         return token, (logits, scores)
 
@@ -104,6 +108,9 @@ class Proposer:
     def __init__(self, draft: DSparkForCausalLM, vocabulary: TargetVocabulary):
         self.draft = draft
         self.vocabulary = vocabulary
+        ids = draft.proposable_ids
+        # Of the draft's tokens, in ascending order, those that the target has a logit for.
+        self._num_known = vocabulary.size if ids is None else int((ids < vocabulary.size).sum())
 
     def propose(
         self, context: Context, input_ids: torch.Tensor, position: int | torch.Tensor, choose: Choose
@@ -130,8 +137,9 @@ class Proposer:
     def walk(self, backbone: BackboneOutput, input_ids: torch.Tensor, choose: Choose) -> DraftBlock:
         """The sequential stage; `input_ids` [B, t] ends with the anchors. Compiled on CUDA for plain choices."""
         compiles = choose in (arg_max, sample) and backbone.base_logits.is_cuda
-        walk, ids = (compiled(plain_walk, fullgraph=True), input_ids[:, -1:]) if compiles else (plain_walk, input_ids)
-        tokens, logits, scores = walk(self.draft.markov_head, ids, backbone, self.vocabulary.size, choose)
+        walk, given = (compiled(plain_walk, fullgraph=True), input_ids[:, -1:]) if compiles else (plain_walk, input_ids)
+        ids, size = self.draft.proposable_ids, self.vocabulary.size
+        tokens, logits, scores = walk(self.draft.markov_head, given, backbone, ids, size, choose)
         confidence_logits = self.confidence_logits(backbone, input_ids[:, -1], tokens)
         survival = None
         if confidence_logits is not None:
@@ -142,16 +150,16 @@ class Proposer:
         )
 
     def kernel_step(self, backbone: BackboneOutput) -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
-        """The step of a slot as one kernel: (prefix [B, t], k) -> the arg max [B] and the biased logits [B, V].
+        """The step of a slot as one kernel: (prefix [B, t], k) -> the arg max [B] and the biased logits [B, V_draft].
 
-        Logits are as wide as the smaller of the two vocabularies.
+        The token is a target id; logits are those of the tokens that the target knows too, see `on_vocabulary`.
         """
         head = self.draft.markov_head
-        base = backbone.base_logits[..., : self.vocabulary.size]
+        base = backbone.base_logits[..., : self._num_known]
         rows = torch.arange(base.shape[0], device=base.device)
         state: torch.Tensor | None = None
 
-        def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def row(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal state
             prev = prefix[:, -1]
             if head is None:
@@ -163,7 +171,17 @@ class Proposer:
             vector, state = head.transition(prev, backbone.hidden_states[:, k], state)
             return kernels.markov_step(rows, vector, w2, base[:, k])
 
+        def step(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+            token, logits = row(prefix, k)
+            return token if ids is None else ids[token], logits
+
+        ids = self.draft.proposable_ids
         return step
+
+    def on_vocabulary(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Probabilities of the logits of `kernel_step` [B, V_draft] -> of all tokens of the target, [B, V]."""
+        ids = self.draft.proposable_ids
+        return spread(probabilities, None if ids is None else ids[: self._num_known], self.vocabulary.size, 0.0)
 
     def confidence_logits(
         self, backbone: BackboneOutput, anchors: torch.Tensor, tokens: torch.Tensor

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .configuration_dspark import DSparkConfig
@@ -59,10 +60,14 @@ class TargetVocabulary(NamedTuple):
     device: torch.device
     dtype: torch.dtype
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids -> embeddings, the factor of the target's family included."""
+    def embed(self, ids: torch.Tensor, raw: bool = False) -> torch.Tensor:
+        """Token ids -> embeddings, with what the target's family does to them; `raw`: the bare rows of the table."""
         assert self.embeddings is not None
-        return self.embeddings(ids.to(_device_of(self.embeddings, self.device, ids.device)))
+        ids = ids.to(_device_of(self.embeddings, self.device, ids.device))
+        weight = getattr(self.embeddings, "weight", None)
+        if not raw or type(self.embeddings) is nn.Embedding or not isinstance(weight, torch.Tensor):
+            return self.embeddings(ids)
+        return F.embedding(ids, weight)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.head is not None
@@ -100,7 +105,7 @@ def check_pair(config: DSparkConfig, target: nn.Module) -> None:
 
 
 def _check_vocabulary(config: DSparkConfig, target: nn.Module, text: Any) -> None:
-    padding = abs(config.vocab_size - text.vocab_size)
+    padding = abs(config.vocab_size - text.vocab_size) if config.vocab_size else 0
     if padding > MAX_PADDING_SHARE * max(config.vocab_size, text.vocab_size):
         raise ValueError(
             f"The draft has a vocabulary of {config.vocab_size}, the target one of {text.vocab_size}; more than "

@@ -1,5 +1,6 @@
 """Typed look-ups in a foreign config.json, and the record of what was decided on the way."""
 
+from collections.abc import Collection
 from typing import Any
 
 from transformers.utils import logging
@@ -7,6 +8,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 REQUIRED = object()
+# What a caller may set: the keys that published files contradict each other about, or lack.
+OVERRIDES = ("sample_from_anchor", "block_size", "target_layer_ids", "mask_token_id")
 # Families nest what belongs to the draft in one of these; the backbone's own shape always stands at the top.
 NESTS = ("dflash_config", "text_config")
 
@@ -39,16 +42,26 @@ def labels(raw: dict[str, Any]) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
+def is_labelled(raw: dict[str, Any], names: Collection[str]) -> bool:
+    """Whether one of `names` stands in `architectures`."""
+    return any(isinstance(label, str) and label in names for label in labels(raw))
+
+
 class Keys:
     """A config.json together with `resolution`, the decisions made while reading it (what -> why).
 
-    A key whose value is null counts as absent.
+    A key whose value is null counts as absent. What the caller sets (`overrides`) comes before what the file says.
     """
 
-    def __init__(self, raw: dict[str, Any], *, quiet: bool = False):
+    def __init__(self, raw: dict[str, Any], overrides: dict[str, Any] | None = None, *, quiet: bool = False):
         self.raw = raw
+        self.overrides = {name: value for name, value in (overrides or {}).items() if value is not None}
         self.quiet = quiet
         self.resolution: dict[str, str] = {}
+
+    def without_overrides(self) -> "Keys":
+        """The file alone, without a record."""
+        return Keys(self.raw, quiet=True)
 
     def note(self, what: str, why: str, *, warn: bool = False) -> None:
         """Record a decision and log it; `warn` for one that the user should check."""
@@ -62,6 +75,10 @@ class Keys:
         Raises:
             ValueError: two places disagree.
         """
+        if name in self.overrides:
+            value = self.overrides[name]
+            self.note(name, f"{value!r}, set by the caller; the file says {self._stated(name, nested)}", warn=True)
+            return value, name
         places = {name: self.raw.get(name)}
         for nest in NESTS if nested else ():
             if isinstance(self.raw.get(nest), dict):
@@ -76,6 +93,11 @@ class Keys:
                     "Remove the wrong one."
                 )
         return found[0]
+
+    def _stated(self, name: str, nested: bool) -> Any:
+        tables = [self.raw, *(self.raw.get(nest) for nest in NESTS if nested)]
+        values = [table.get(name) for table in tables if isinstance(table, dict)]
+        return next((value for value in values if value is not None), "nothing")
 
     def get(
         self, name: str, kind: str, default: Any = REQUIRED, *, nested: bool = False, alias: str | None = None
@@ -98,10 +120,12 @@ class Keys:
             if default is not REQUIRED:
                 return default
             places = [name, *(f"{nest}.{name}" for nest in NESTS if nested)]
-            raise ValueError(f"config.json lacks `{name}` (searched: {', '.join(places)}). Add it.")
+            fix = f"Add it, or pass `{name}=...` to `from_pretrained`." if name in OVERRIDES else "Add it."
+            raise ValueError(f"config.json lacks `{name}` (searched: {', '.join(places)}). {fix}")
         expected, fits = KINDS[kind]
         if not fits(value):
-            raise ValueError(f"`{place}` in config.json must be {expected}, got {value!r}.")
+            source = "" if name in self.overrides else " in config.json"
+            raise ValueError(f"`{place}`{source} must be {expected}, got {value!r}.")
         return value
 
     def sizes(self, *names: str) -> dict[str, int]:

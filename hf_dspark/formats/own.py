@@ -15,13 +15,10 @@ def matches(raw: dict[str, Any], tensors: Tensors) -> bool:
     return raw.get("model_type") == DSparkConfig.model_type
 
 
-def read(
-    raw: dict[str, Any], tensors: Tensors, *, sample_from_anchor: bool | None = None
-) -> tuple[DSparkConfig, dict[str, str]]:
-    """The config as it stands; `sample_from_anchor` overrules its layout. Tensor names are the parameter names."""
+def read(raw: dict[str, Any], tensors: Tensors, **overrides: Any) -> tuple[DSparkConfig, dict[str, str]]:
+    """The config as it stands, but for what the caller sets. Tensor names are the parameter names."""
     fields = {name: raw[name] for name in FIELDS if name in raw}
-    if sample_from_anchor is not None:
-        fields["sample_from_anchor"] = sample_from_anchor
+    fields |= {name: value for name, value in overrides.items() if value is not None}
     config = make_config(fields)
     check_rope(config.rope_parameters or {})
     check_activation(config.hidden_act)

@@ -19,7 +19,9 @@ Shape = tuple[int, ...]
 MARKOV_ALIASES = {"classical": "vanilla"}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 # Flags that ask for attention or layers which this version's draft does not compute.
-REFUSED = ("is_causal", "causal", "use_swa", "attn_output_gate", "use_gemma_norm", "enable_moe_block")
+REFUSED = ("use_swa", "attention_sink_bias", "attn_output_gate", "use_gemma_norm", "enable_moe_block")
+# Recomputed, never learned: old exports carry it along.
+IGNORED_TENSORS = "rotary_emb.inv_freq"
 # What a deep copy of the target's config may bring along and a draft has no use for.
 LEAKED = ("vision_config", "audio_config", "num_experts", "quantization_config")
 
@@ -50,11 +52,15 @@ def principal_shapes(config: DSparkConfig) -> dict[str, Shape]:
             shapes[f"layers.{i}.self_attn.v_proj.weight"] = (keys, hidden)
         if config.sandwich_norms:
             shapes[f"layers.{i}.pre_feedforward_layernorm.weight"] = (hidden,)
-    for name, stored in (("embed_tokens", config.has_embed_tokens), ("lm_head", config.has_lm_head)):
-        if stored:
-            shapes[f"{name}.weight"] = (config.vocab_size, hidden)
+    if config.has_embed_tokens:
+        shapes["embed_tokens.weight"] = (config.vocab_size, hidden)
+    if config.has_lm_head:
+        shapes["lm_head.weight"] = (config.head_size, hidden)
+    if config.draft_vocab_size is not None:
+        shapes["d2t"] = (config.draft_vocab_size,)
     if rank:
-        shapes |= {f"markov_head.markov_w{i}.weight": (config.vocab_size, rank) for i in (1, 2)}
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (config.head_size, rank)
     if config.markov_head_type == "gated":
         shapes["markov_head.gate_proj.weight"] = (rank, hidden + rank)
     if config.markov_head_type == "rnn":
@@ -93,12 +99,6 @@ def refuse_unsupported(keys: Keys) -> None:
             raise ValueError(f"`{name}: true` asks for attention or layers that this version does not have.")
     if keys.get("hidden_size_per_layer_input", "count", 0):
         raise ValueError("`hidden_size_per_layer_input` is not 0: per-layer embeddings in a draft are not supported.")
-    types = keys.get("layer_types", "texts", None)
-    sliding = sorted(set(types or ()) - {"full_attention"})
-    if sliding:
-        raise ValueError(f"`layer_types` holds {', '.join(sliding)}; this version reads full_attention layers only.")
-    if types is None and keys.get("use_sliding_window", "flag", False) and keys.find("sliding_window")[0] is not None:
-        raise ValueError("`use_sliding_window: true` without `layer_types`: this version reads full attention only.")
     for name in LEAKED:
         if keys.find(name)[0] is not None:
             keys.note(name, "ignored: a draft has no use for it and no tensor asks for it")
@@ -118,9 +118,13 @@ def shape_of(tensors: Tensors, name: str, dimensions: int = 2) -> tuple[int, ...
     return shape
 
 
-def taps(keys: Keys, tensors: Tensors, hidden_size: int) -> dict[str, Any]:
-    """`target_layer_ids` and `target_hidden_size`; the latter is what the columns of `fc` leave for each tap."""
-    ids = keys.get("target_layer_ids", "integers", nested=True)
+def taps(keys: Keys, tensors: Tensors, hidden_size: int, ids: list[int] | None = None) -> dict[str, Any]:
+    """`target_layer_ids` and `target_hidden_size`; the latter is what the columns of `fc` leave for each tap.
+
+    ids: the taps, for files that do not have them under this name.
+    """
+    if ids is None or "target_layer_ids" in keys.overrides:
+        ids = keys.get("target_layer_ids", "integers", nested=True)
     rows, columns = shape_of(tensors, "fc.weight")
     if not ids or columns % len(ids) or rows != hidden_size:
         raise ValueError(
@@ -136,17 +140,17 @@ def taps(keys: Keys, tensors: Tensors, hidden_size: int) -> dict[str, Any]:
     return {"target_layer_ids": ids, "target_hidden_size": width}
 
 
-def block(keys: Keys, override: bool | None, default: bool, why: str) -> dict[str, Any]:
+def block(keys: Keys, default: bool, why: str) -> dict[str, Any]:
     """`block_size` and the layout: the caller, else a key of the file, else the family's own layout.
 
     Args:
-        override: the caller's `sample_from_anchor`.
         default, why: the family's layout and its reason.
     """
     size = keys.get("block_size", "size", nested=True)
-    layout = default
+    override = keys.overrides.get("sample_from_anchor")
+    layout, file = default, keys.without_overrides()
     for name in ("shift_label", "query_zero_predicts_next", "sample_from_anchor"):
-        stated = keys.get(name, "flag", None, nested=True)
+        stated = file.get(name, "flag", None, nested=True)
         if stated is not None:
             layout, why = stated, f"the file says `{name}: {str(stated).lower()}`"
     stated_layout = layout

@@ -22,11 +22,8 @@ def read_rope(keys: Keys, style: str) -> dict[str, Any]:
     multi-axis sections) are left out, as in the reference.
 
     Raises:
-        ValueError: contradictory bases, a type that is unknown or follows the sequence length, interleaved pairs.
+        ValueError: contradictory bases, a type that is unknown or follows the sequence length.
     """
-    for name in ("rope_is_neox_style", "is_neox_style"):
-        if keys.get(name, "flag", True, nested=True) is False:
-            raise ValueError(f"`{name}: false` asks for interleaved rotary pairs, which this version does not read.")
     rope = _one_table(keys)
     theta = keys.get("rope_theta", "number", None)
     stated = rope.get("rope_theta")
@@ -46,6 +43,15 @@ def read_rope(keys: Keys, style: str) -> dict[str, Any]:
         _drop_leaked(keys, rope)
     check_rope(rope)
     return rope
+
+
+def interleaved(keys: Keys) -> bool:
+    """Whether rotary pairs are neighbours instead of halves."""
+    for name in ("rope_is_neox_style", "is_neox_style"):
+        if keys.get(name, "flag", True, nested=True) is False:
+            keys.note("rope", f"pairs of neighbours: the file says `{name}: false`")
+            return True
+    return False
 
 
 def _one_table(keys: Keys) -> dict[str, Any]:

@@ -16,6 +16,7 @@ def ragged_attention(
     window: int | None,
     softcap: float | None,
     most: int,
+    origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `kernels.ragged_attention`; `most` tokens a row at most."""
     rows = row_starts.shape[0] - 1  # without the spare row of the stores
@@ -23,10 +24,10 @@ def ragged_attention(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return kernels.ragged_attention(
         query, keys, values, row_starts, limits,
-        scale=scale, window=window, softcap=softcap, max_tokens_per_row=most, out=out,
+        scale=scale, window=window, softcap=softcap, max_tokens_per_row=most, out=out, origins=origins,
     )  # fmt: skip
 
 
 @ragged_attention.register_fake
-def _(query, keys, values, row_starts, limits, scale, window, softcap, most):
+def _(query, keys, values, row_starts, limits, scale, window, softcap, most, origins=None):
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -13,7 +13,8 @@ from transformers.cache_utils import Cache
 
 from .. import kernels
 from ..configuration_dspark import DSparkConfig
-from ..context import ContextWindow, Rope
+from ..context import ContextWindow, Rope, check_window
+from ..layers import halves
 from .ragged_attention import ragged_attention
 
 SPARE = -1
@@ -142,9 +143,15 @@ class RaggedContextLayer:
         write(self.keys, self.tokens, keys.transpose(0, 1).flatten(1, 2)[None])
         write(self.values, self.tokens, values.transpose(0, 1).flatten(1, 2)[None])
         flat = queries.transpose(1, 2).flatten(0, 1)
-        starts, limits = self.tokens.row_starts, self.tokens.limits
-        most = self.tokens.most
-        output = ragged_attention(flat, self.keys, self.values, starts, limits, attention.scaling, None, None, most)
+        starts, limits, origins = self.tokens.row_starts, self.tokens.limits, None
+        if not attention.sees_all:
+            last = limits.unflatten(0, (-1, queries.shape[2]))
+            positions = self.tokens.positions.int().view_as(last)
+            limits, origins = (x.flatten() for x in attention.sight(positions, positions[:, :1], last))
+        output = ragged_attention(
+            flat, self.keys, self.values, starts, limits, attention.scaling, attention.window, None, self.tokens.most,
+            origins,
+        )  # fmt: skip
         return output.unflatten(0, (queries.shape[0], queries.shape[2]))
 
 
@@ -170,6 +177,7 @@ class RaggedContext:
         dtype: torch.dtype,
         window: ContextWindow | None = None,
     ):
+        check_window(config, window)
         self.config, self.window = config, window
         self._ring = 0 if window is None else window.recent + config.block_size
         self._most = None if window is None else window.sinks + self._ring
@@ -237,6 +245,10 @@ class RaggedContext:
         config, tokens = self.config, self.committed
         rows, slots = self._kept_rows(tokens), self._slots(tokens.limits)  # a committed token sees as far as itself
         weights = torch.stack([layer.self_attn.k_norm.weight for layer in layers])
+        if config.rope_interleaved:
+            weights = halves(weights)
+            keys, values = projected.unflatten(-1, (len(layers), 2, -1, config.head_dim)).unbind(3)
+            projected = torch.stack((halves(keys), values), dim=3).flatten(2)
         kernels.write_context(
             projected[0], weights, rope[0][0], rope[1][0], self.keys, self.values, rows.int(), slots,
             eps=config.rms_norm_eps, value_from_key=config.value_from_key, value_norm=config.value_norm,

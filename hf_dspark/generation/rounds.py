@@ -241,10 +241,10 @@ class Rounds:
         step = self._proposer.kernel_step(backbone)
         if not options.samples or options.one_hot:
             return markov_walk(lanes.anchors[:, None], self.gamma, step)[0], None
-        width = self._proposer.vocabulary.size
 
         def sampled(prefix: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-            q = self.warpers.probabilities(step(prefix, k)[1], width)
+            logits = step(prefix, k)[1]
+            q = self._proposer.on_vocabulary(self.warpers.probabilities(logits, logits.shape[-1]))
             return kernels.draw(q, (self.seed, k)), q
 
         tokens, q = markov_walk(lanes.anchors[:, None], self.gamma, sampled)

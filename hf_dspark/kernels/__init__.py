@@ -59,6 +59,7 @@ def ragged_attention(
     max_tokens_per_row: int,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a flat axis of tokens, each over the cache of its row, without expanding KV heads.
 
@@ -69,11 +70,12 @@ def ragged_attention(
         query: [T, H, D] bfloat16, float16 or float32.
         keys, values: [R, KV, S, D], same dtype, contiguous in D. What lies behind a row's largest limit is not read.
         row_starts: [R+1] int32.
-        limits: [T] int32; token t sees the slots j with j <= limits[t], and j > limits[t] - window. None seen: zeros.
+        limits: [T] int32; token t sees the slots j with j <= limits[t], and j > origins[t] - window. None seen: zeros.
         scale: factor of the scores, applied before softcap · tanh(scores / softcap).
         max_tokens_per_row: bound of row_starts[r+1] - row_starts[r].
         out: [T, H, D].
         workspace: from `attention_workspace`, to be shared by calls that follow each other.
+        origins: [T] int32, where windows count back from; by default `limits`.
 
     Returns:
         [T, H, D].
@@ -82,7 +84,7 @@ def ragged_attention(
     return function(
         query, keys, values, row_starts, limits,
         scale=scale, window=window, softcap=softcap, max_tokens_per_row=max_tokens_per_row,
-        out=out, workspace=workspace,
+        out=out, workspace=workspace, origins=origins,
     )  # fmt: skip
 
 

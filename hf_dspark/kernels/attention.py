@@ -30,7 +30,7 @@ def _prefetch(place, SIZE: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "size"])
 def _attend(
-    query, keys, values, row_starts, limits, out, partial, statistics,
+    query, keys, values, row_starts, limits, origins, out, partial, statistics,
     stride_qt, stride_qh, stride_kr, stride_kh, stride_ks, stride_vr, stride_vh, stride_vs, stride_ot, stride_oh,
     num_tokens, size, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
@@ -72,9 +72,10 @@ def _attend(
     if block * BLOCK_M >= (stop - start) * GROUP:
         return
     last = tl.max(limit, axis=0) + 1
-    first = 0
+    first, origin = 0, limit
     if WINDOW > 0:
-        first = tl.maximum(tl.min(tl.where(active, limit, 2147483647), axis=0) - WINDOW + 1, 0)
+        origin = tl.load(origins + tokens, mask=active, other=2147483647)
+        first = tl.maximum(tl.min(origin, axis=0) - WINDOW + 1, 0)
     scale, softcap = tl.cast(scale, tl.float32), tl.cast(softcap, tl.float32)  # torch.compile passes doubles
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -94,7 +95,7 @@ def _attend(
             scores = softcap * (1 - 2 / (tl.exp(2 * scores / softcap) + 1))  # softcap · tanh(scores / softcap)
         visible = slots[None, :] <= limit[:, None]
         if WINDOW > 0:
-            visible = visible & (slots[None, :] > limit[:, None] - WINDOW)
+            visible = visible & (slots[None, :] > origin[:, None] - WINDOW)
         scores = tl.where(visible, scores * LOG2_E, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -192,6 +193,7 @@ def ragged_attention(
     max_tokens_per_row: int,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `hf_dspark.kernels.ragged_attention`."""
     num_tokens, num_heads, head_dim = query.shape
@@ -211,7 +213,7 @@ def ragged_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     lines = triton.next_power_of_2(triton.cdiv(head_dim * keys.element_size(), 128))
     _attend[(tiles.splits, num_kv_heads * blocks, num_rows)](
-        query, keys, values, row_starts, limits, out, partial, statistics,
+        query, keys, values, row_starts, limits, limits if origins is None else origins, out, partial, statistics,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         num_tokens, size, scale, softcap or 0.0,
         GROUP=group, HEAD_DIM=head_dim, WINDOW=window or 0, CAPPED=softcap is not None,

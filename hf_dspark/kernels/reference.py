@@ -30,9 +30,11 @@ def ragged_attention(
     max_tokens_per_row: int,
     out: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
+    origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `hf_dspark.kernels.ragged_attention`."""
     out = torch.empty_like(query) if out is None else out
+    origins = limits if origins is None else origins
     out.zero_()
     dtype = torch.promote_types(query.dtype, torch.float32)
     num_kv_heads = keys.shape[1]
@@ -44,7 +46,7 @@ def ragged_attention(
         slots = torch.arange(length, device=query.device)
         visible = slots <= limit
         if window is not None:
-            visible &= slots > limit - window
+            visible &= slots > origins[start:end].to(torch.long)[:, None] - window
         q = query[start:end].unflatten(1, (num_kv_heads, -1)).to(dtype)  # [n, KV, H/KV, D]
         scores = torch.einsum("nkgd,ksd->nkgs", q, keys[row, :, :length].to(dtype)) * scale
         if softcap is not None:

@@ -54,8 +54,9 @@ def forward_blocks(
             32 × 48 × 7 slots and 49,152 tokens, and as much again for each step of their gradient.
 
     Raises:
-        ValueError: for shapes that do not fit.
+        ValueError: for shapes that do not fit, and for drafts with a reduced vocabulary or partial attention.
     """
+    _check_trainable(draft)
     _check_shapes(draft, input_ids, loss_mask, target_hidden_states, anchor_positions, keep_mask)
     _freeze_vocabulary(draft)
     config = draft.config
@@ -70,6 +71,13 @@ def forward_blocks(
         eval_mask=targets.eval_mask,
         confidence_logits=_confidence_logits(draft, prev_ids, hidden),
     )
+
+
+def _check_trainable(draft: DSparkForCausalLM) -> None:
+    if draft.config.draft_vocab_size is not None:
+        raise ValueError("Training takes drafts of the whole vocabulary: labels outside a reduced one have no logit.")
+    if not all(layer.self_attn.sees_all for layer in draft.layers):
+        raise ValueError("Training takes drafts whose layers see the whole context and block: no windows, not causal.")
 
 
 def _check_shapes(draft, input_ids, loss_mask, target_hidden_states, anchor_positions, keep_mask) -> None:

@@ -281,8 +281,9 @@ def test_renamed_tensors_are_accounted_for_under_their_new_name(tmp_path):
     ("keys", "message"),
     [
         ({"layer_types": ["sliding_attention"]}, "layer_types.*sliding_attention"),
-        ({"is_causal": True}, "is_causal"),
-        ({"dflash_config": {"causal": True}}, "causal"),
+        ({"is_causal": 1}, "is_causal"),
+        ({"dflash_config": {"causal": "no"}}, "causal"),
+        ({"use_swa": True}, "use_swa"),
         ({"enable_moe_block": True}, "enable_moe_block"),
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
         ({"hidden_act": "swish2"}, "swish2"),

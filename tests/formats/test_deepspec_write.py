@@ -184,14 +184,13 @@ def test_a_draft_from_scratch_is_written_completely(tmp_path, fields):
     [{"value_norm": True}, {"attention_scale": 0.5}, {"final_logit_softcapping": 30.0}, {"embedding_scale": 2.0}],
 )
 def test_blocks_that_deepspec_cannot_spell_are_refused(fields):
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match="neither|no word for"):
         foreign_config(scratch(**fields))
 
 
-@pytest.mark.parametrize("name", ["speculators", "gguf"])
-def test_forms_that_cannot_be_written_yet(name):
-    with pytest.raises(ValueError, match=f"{name}.*deepspec"):
-        foreign_config(scratch(), name)
+def test_forms_that_cannot_be_written():
+    with pytest.raises(ValueError, match="gguf.*deepspec.*speculators"):
+        foreign_config(scratch(), "gguf")
 
 
 def test_explicit_deepspec_is_the_default_for_deepspec_and_scratch():

@@ -22,25 +22,21 @@ def refused(folder, message):
     [
         ({"architectures": ["K3DSparkModel"]}, "Kimi K3"),
         ({"model_type": "k3_dspark"}, "Kimi K3"),
-        ({"architectures": ["DFlashDraftModel"]}, "z-lab"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2"),
-        ({"architectures": ["Lfm2DSparkDraftModel"]}, "LFM2"),
-        ({"speculators_model_type": "dspark"}, "speculators"),
-        ({"transformer_layer_config": {"hidden_size": 64}}, "speculators"),
         ({"model_arch": "dfly"}, "DFly"),
         ({"enable_hidden_correction": True, "markov_rank": 0}, "DFly"),
         ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
-        ({"dflash_config": {"projector_type": "dspark"}, "architectures": ["DSparkDraftModel"]}, "SpecForge"),
-        ({"target_num_hidden_layers": 36}, "TorchSpec"),
-        ({"model_type": "qwen3_dspark"}, "TorchSpec"),
-        ({"model_type": "muse_glimmer_assistant"}, "transformers' own"),
-        ({"text_config": {"dspark_block_size": 7}}, "MiniMax or DeepSeek-V4"),
+        ({"text_config": {"dspark_block_size": 7}}, "DeepSeek-V4 DSpark, or MiniMax's"),
+        ({"dspark_target_layer_ids": [40, 41, 42]}, "DeepSeek-V4 DSpark, or MiniMax's"),
+        ({"speculators_model_type": "eagle3"}, "EAGLE-3"),
+        ({"speculators_model_type": "mlp"}, "speculators 'mlp'"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3"),
     ],
     ids=str,
 )
 def test_families_known_by_their_keys(tmp_path, keys, message):
     config, tensors = draft()
-    refused(write_draft(tmp_path, config | keys, tensors), f"{message}.*DeepSpec checkpoints")
+    refused(write_draft(tmp_path, config | keys, tensors), f"{message}.*which is not read: .*(run it with|take)")
 
 
 @pytest.mark.parametrize(
@@ -49,7 +45,8 @@ def test_families_known_by_their_keys(tmp_path, keys, message):
         ("layers.0.self_attn.q_a_proj.weight", "Kimi K3"),
         ("candidate_selector.proj.weight", "DFlash 2"),
         ("prefix_gru.weight", "Domino"),
-        ("context_proj.weight", "TorchSpec"),
+        ("midlayer.hidden_norm.weight", "EAGLE-3"),
+        ("layers.0.decoder_layer.mlp.gate_proj.weight", "MiniMax"),
         ("mtp.0.main_proj.weight", "DeepSeek-V4"),
         ("language_model.model.dspark.norm.weight", "MiniMax"),
         ("layers.0.self_attn.q_proj.scales", "quantised"),

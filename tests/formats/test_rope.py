@@ -52,12 +52,12 @@ def test_yarn_of_the_draft_is_kept_and_incomplete_parameters_are_refused():
 
 
 @pytest.mark.parametrize("name", ["rope_is_neox_style", "is_neox_style"])
-def test_interleaved_rotary_pairs_are_refused_by_name(name):
+def test_interleaved_rotary_pairs_are_read(name):
     config, tensors = draft()
-    assert read(config | {name: True}, tensors).block_size == 4
+    assert not read(config | {name: True}, tensors).rope_interleaved
     for keys in ({name: False}, {"dflash_config": {name: False}}):
-        with pytest.raises(ValueError, match=f"`{name}: false`"):
-            read(config | keys, tensors)
+        found = read(config | keys, tensors)
+        assert found.rope_interleaved and f"{name}: false" in found.resolution["rope"]
 
 
 def test_leaked_keys_of_the_target_change_nothing(tmp_path):
