@@ -151,7 +151,7 @@ def reliability(before: Sequence[Mapping[str, float]], after: Sequence[Mapping[s
     axes.ticks((0, 0.25, 0.5, 0.75, 1))
     axes.line(((0, 0), (1, 1)), "grid")
     for bins, kind in ((before, "rejected"), (after, "accepted")):
-        points = [(b["predicted"], b["observed"]) for b in bins]
+        points = [(b["predicted"], b["accepted"]) for b in bins]
         axes.line(points, kind)
         axes.dots(points, kind)
     keys = {"rejected": "T<sub>k</sub> = 1", "accepted": "with temperatures (STS)"}

@@ -1,7 +1,6 @@
 """Answers, rounds and numbers as HTML. Pure functions; whatever a model or a visitor wrote is escaped."""
 
 import html
-import json
 from collections.abc import Sequence
 
 from hf_dspark import Round
@@ -26,7 +25,7 @@ def text(value: object) -> str:
 
 def visible(piece: str) -> str:
     """A token's text with its blanks shown."""
-    return piece.replace("\n", "⏎").replace(" ", "␣") or "…"
+    return piece.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") or "…"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -41,7 +40,7 @@ def question(prompt: str) -> str:
 
 
 def answer(given: Answer, number_of_turn: int = 0) -> str:
-    """A bubble of tokens in the colours of their origins, with the details of each in `data-details`."""
+    """A bubble of tokens in the colours of their origins; `data-details` of each has lines of name, tab, value."""
     spans = "".join(_token(token, i, number_of_turn) for i, token in enumerate(given.tokens))
     waits = '<span class="ds-caret" aria-hidden="true"></span>' if given.state in ("waiting", "running") else ""
     note = f'<div class="ds-note">{text(_end(given))}</div>' if _end(given) else ""
@@ -50,6 +49,10 @@ def answer(given: Answer, number_of_turn: int = 0) -> str:
         f'<div class="ds-tokens" role="listbox" aria-label="Tokens of the answer; arrow keys move between them">'
         f"{spans}{waits}</div>{note}</div>"
     )
+
+
+def turn(given: Answer, number_of_turn: int) -> str:
+    return question(given.prompt) + answer(given, number_of_turn)
 
 
 def _end(given: Answer) -> str:
@@ -63,20 +66,19 @@ def _end(given: Answer) -> str:
 def _token(token: Token, index: int, turn: int) -> str:
     shown = text(visible(token.text) if token.special or not token.text else token.text)
     special = " ds-special" if token.special else ""
-    heading, pairs = details(token)
-    data = text(json.dumps({"heading": heading, "origin": token.origin, "pairs": pairs}, ensure_ascii=False))
+    data = text("\n".join("\t".join(pair) for pair in details(token)))
     place = "" if token.round is None else f' data-round="{token.round}"'
     return (
         f'<span class="ds-token ds-{token.origin}{special}" role="option" aria-selected="false" '
-        f'aria-label="{text(visible(token.text))}, {NAMES[token.origin]}" tabindex="{-1 if index else 0}" '
-        f'data-token="{turn}-{index}"{place} '
+        f'aria-label="{text(visible(token.text))} · {NAMES[token.origin]}" tabindex="{-1 if index else 0}" '
+        f'data-token="{turn}-{index}" data-origin="{token.origin}"{place} '
         f'data-details="{data}">{shown}</span>'
     )
 
 
-def details(token: Token) -> tuple[str, list[tuple[str, str]]]:
-    """Heading and (name, value) pairs of the details card."""
-    pairs = [("what it is", ORIGINS[token.origin])]
+def details(token: Token) -> list[tuple[str, str]]:
+    """(name, value) pairs of the details card. Short, as a growing answer is sent again and again."""
+    pairs = []
     if token.replaced is not None:
         pairs += [
             ("rejected draft", f"“{visible(token.replaced)}”"),
@@ -91,19 +93,18 @@ def details(token: Token) -> tuple[str, list[tuple[str, str]]]:
         pairs.append(("slot k", str(token.slot)))
     if token.round is not None:
         pairs.append(("round", str(token.round + 1)))
-    pairs += [("position", str(token.position)), ("token id", str(token.id))]
-    return f"“{visible(token.text)}” · {NAMES[token.origin]}", pairs
+    return [*pairs, ("position", str(token.position)), ("token id", str(token.id))]
 
 
 def legend(tokens: Sequence[Token] = ()) -> str:
     """The colours, and how many tokens have each."""
-    shown = [o for o in ORIGINS if o != "target" or any(t.origin == o for t in tokens)]
     items = []
-    for origin in shown:
+    for origin in ORIGINS:
+        if origin == "target" and not any(t.origin == origin for t in tokens):
+            continue
         count = f' <b data-count="{origin}">{sum(t.origin == origin for t in tokens)}</b>' if tokens else ""
-        items.append(
-            f'<li title="{text(ORIGINS[origin])}"><i class="ds-token ds-{origin}">{NAMES[origin]}</i>{count}</li>'
-        )
+        example = f'<i class="ds-token ds-{origin}">{NAMES[origin]}</i>'
+        items.append(f'<li title="{text(ORIGINS[origin])}" data-origin="{origin}">{example}{count}</li>')
     return f'<ul class="ds-legend" aria-label="What the colours mean">{"".join(items)}</ul>'
 
 
@@ -149,8 +150,9 @@ def _slot(r: Round, k: int, draft: str) -> str:
     state = slot_state(r, k)
     a, c = r.survival[k] if r.survival else None, r.confidence[k] if r.confidence else None
     height = 100 if a is None else round(100 * a, 1)
-    q = f", q {number(r.q[k])}" if r.q else ""
-    says = f"x_{k + 1} {visible(draft)}: {STATES[state]}, c {number(c)}, a {number(a)}{q}"
+    says = f"x_{k + 1} {visible(draft)}: {STATES[state]}, c {number(c)}, a {number(a)}"
+    says += f", q {number(r.q[k])}" if r.q else ""
+    says += f", p {number(r.p[k])}" if r.p and state in ("accepted", "rejected") else ""
     cut = " ds-cut" if k == r.verified else ""
     unknown = "" if a is not None else " ds-unknown"
     return (

@@ -6,9 +6,11 @@ window.dspark = (() => {
   function show(token) {
     const card = one("#ds-details .ds-card");
     if (!card) return;
-    const { heading, origin, pairs } = JSON.parse(token.dataset.details);
+    const origin = token.dataset.origin;
     card.dataset.origin = origin;
-    one("h2", card).textContent = heading;
+    one("h2", card).textContent = token.getAttribute("aria-label");
+    one("p", card).textContent = one(`#ds-legend li[data-origin="${origin}"]`)?.title ?? "";
+    const pairs = token.dataset.details.split("\n").map((line) => line.split("\t"));
     one("dl", card).replaceChildren(...pairs.map(([name, value]) => {
       const row = document.createElement("div");
       const dt = document.createElement("dt"), dd = document.createElement("dd");

@@ -4,7 +4,7 @@ Slot k of a round is *tried* if x_1..x_{k-1} were accepted and x_k was then acce
 a rejection, or behind the token that ended the text are not. Rounds are those of `SpeculationStats.rounds`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..generation.record import Round
@@ -77,11 +77,12 @@ def reliability(rounds: Sequence[Round]) -> dict[str, list[dict[str, float]]] | 
     slots = range(max(len(r.draft_tokens) for r in rounds))
     outcomes = {"c": conditional_outcomes, "a": survival_outcomes}
     pairs = {name: [pair for k in slots for pair in zip(*of(rounds, k), strict=True)] for name, of in outcomes.items()}
-    return {name: _bins(of_all) for name, of_all in pairs.items()}
+    return {name: reliability_bins(of_all) for name, of_all in pairs.items()}
 
 
-def _bins(pairs: list[tuple[float, int]]) -> list[dict[str, float]]:
-    bins: list[list[tuple[float, int]]] = [[] for _ in range(RELIABILITY_BINS)]
+def reliability_bins(pairs: Iterable[tuple[float, float]]) -> list[dict[str, float]]:
+    """Mean prediction, mean outcome (`accepted`) and count of the bins that (prediction, outcome) pairs fall into."""
+    bins: list[list[tuple[float, float]]] = [[] for _ in range(RELIABILITY_BINS)]
     for predicted, label in pairs:
         bins[min(int(predicted * RELIABILITY_BINS), RELIABILITY_BINS - 1)].append((predicted, label))
     return [

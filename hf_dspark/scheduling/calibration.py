@@ -7,7 +7,7 @@ left to right, each T_k is the one whose a_k = Π σ(logit_i / T_i) is calibrate
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .. import confidence
 from ..evaluation.metrics import auroc, brier, ece
+from ..evaluation.slots import reliability_bins
 from ..generation.candidate_generator import Proposal
 from ..generation.loop import PlainLoop
 from ..generation.record import CallRecord
@@ -71,6 +72,7 @@ class CalibrationReport:
         num_rounds: rounds recorded; `num_samples` of them were fitted on, the others held out.
         notes: what was not fitted, and why.
         dataset: name of the prompts, for the file.
+        reliability, reliability_before: bins of a_j over all positions: `predicted`, `accepted` and `count`.
     """
 
     temperatures: list[float]
@@ -87,6 +89,8 @@ class CalibrationReport:
     num_samples: int
     notes: list[str]
     dataset: str = ""
+    reliability: list[dict[str, float]] = field(default_factory=list)
+    reliability_before: list[dict[str, float]] = field(default_factory=list)
 
     def to_json(self, path: str | Path) -> None:
         """Write every attribute as JSON."""
@@ -211,6 +215,8 @@ def fit(recording: Recording, holdout: float = 0.3, seed: int = 0) -> Calibratio
         num_rounds=len(recording),
         num_samples=len(fitted_on),
         notes=notes,
+        reliability=_reliability(test, temperatures),
+        reliability_before=_reliability(test, identity),
     )
 
 
@@ -227,6 +233,11 @@ def _eces(recording: Recording, temperatures: list[float], outcomes: torch.Tenso
 def _aurocs(recording: Recording, temperatures: list[float]) -> list[float | None]:
     a = _survival(recording, temperatures)
     return [auroc(a[:, j], recording.survival[:, j]) for j in range(a.shape[1])]
+
+
+def _reliability(recording: Recording, temperatures: list[float]) -> list[dict[str, float]]:
+    a = _survival(recording, temperatures)
+    return reliability_bins(zip(a.flatten().tolist(), recording.survival.flatten().tolist(), strict=True))
 
 
 def _mean(values: list[float]) -> float:

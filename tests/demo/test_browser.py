@@ -60,7 +60,7 @@ class Visitor:
         """(text, origin) of each token of the last answer."""
         found = self.page.locator(within).locator(".ds-token")
         return [tuple(pair) for pair in found.evaluate_all(
-            "all => all.map(t => [t.textContent, JSON.parse(t.dataset.details).origin])")]  # fmt: skip
+            "all => all.map(t => [t.textContent, t.dataset.origin])")]  # fmt: skip
 
     def details(self):
         rows = self.page.locator("#ds-details dl div")
@@ -240,6 +240,20 @@ def test_stop_in_the_middle(chromium, calm, tiny_page):
         assert len(visitor.tokens()) == 128
 
 
+def test_no_second_answer_begins_while_one_is_written(chromium, calm, tiny_page):
+    tiny_page[1].seconds = 0.15
+    with Visitor(chromium, calm) as visitor:
+        visitor.send("abc")
+        visitor.page.locator("#ds-now .ds-running .ds-token").nth(3).wait_for()
+        visitor.page.fill("#ds-message textarea", "xyz")
+        visitor.page.press("#ds-message textarea", "Enter")
+        visitor.page.wait_for_timeout(500)
+        tiny_page[1].seconds = 0
+        visitor.page.locator("#ds-past .ds-finished").wait_for()
+        visitor.page.wait_for_timeout(500)
+        assert visitor.page.locator(".ds-question").count() == 1 and len(visitor.tokens()) == 128
+
+
 def test_a_visitor_who_leaves_is_not_computed_for(chromium, calm, tiny_page):
     slow = tiny_page[1]
     slow.seconds = 0.3
@@ -302,7 +316,7 @@ def test_a_conversation_goes_on(chromium, calm):
         visitor.ask("abc")
         visitor.ask("de")
         positions = visitor.page.locator("#ds-past .ds-token").evaluate_all(
-            "all => all.map(t => +JSON.parse(t.dataset.details).pairs.find(p => p[0] == 'position')[1])"
+            r"all => all.map(t => +t.dataset.details.match(/position\t(\d+)/)[1])"
         )
         first = "".join(text for text, _ in visitor.tokens("#ds-past .ds-answer >> nth=0"))
         second = len(tiny.tokenizer()("abc" + first + "de").input_ids)
@@ -324,6 +338,22 @@ def test_side_by_side(chromium, calm, tiny_page):
         assert visitor.stat("same", "#ds-speedup") == "the same text"
         plain, drafted = (visitor.tokens(f"#ds-{name}-text") for name in ("plain", "dspark"))
         assert [t for t, _ in plain] == [t for t, _ in drafted] and {kind for _, kind in plain} == {"target"}
+
+
+def test_side_by_side_stops_and_says_what_is_wrong(chromium, calm, tiny_page):
+    with Visitor(chromium, calm) as visitor:
+        page = visitor.page
+        page.get_by_role("tab", name="Side by side").click()
+        page.fill("#ds-compare-message textarea", "")
+        page.click("#ds-compare")
+        page.get_by_role("alert").filter(has_text="Write a message").wait_for()
+        tiny_page[1].seconds = 0.1
+        page.fill("#ds-compare-message textarea", "abc")
+        page.click("#ds-compare")
+        page.locator("#ds-plain-text .ds-running .ds-token").nth(2).wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_role("alert").filter(has_text="Stopped").wait_for()
+        assert page.locator("#ds-dspark-text .ds-token").count() == 0
 
 
 def test_the_view_as_a_png(chromium, calm):

@@ -119,7 +119,10 @@ def test_a_calibration_report():
     }  # fmt: skip
     markup = charts.calibration(report)
     assert [e.text for e in parse(markup).findall(".//rect/title")] == ["0.100", "0.050", "0.300", "0.150"]
-    assert "0.2000 before, 0.1000 after" in markup and "<b onclick" not in markup
+    assert "0.2000 before, 0.1000 after" in markup and "<b onclick" not in markup and "circle" not in markup
+    bins = [{"predicted": 0.25, "accepted": 0.5, "count": 3}, {"predicted": 0.75, "accepted": 0.8, "count": 2}]
+    markup = charts.calibration(report | {"reliability": bins, "reliability_before": bins[:1]})
+    assert [e.text for e in parse(markup).findall(".//circle/title")] == ["0.500", "0.500", "0.800"]
 
 
 def test_speeds_side_by_side(answer):

@@ -96,6 +96,14 @@ def test_report_is_of_held_out_texts(tmp_path):
     assert (report.num_rounds, report.num_samples) == (2000, 1400)
     assert report.ece_after == pytest.approx(sum(report.ece_by_position) / 4)
     assert report.ece_before == pytest.approx(sum(report.ece_by_position_before) / 4)
+    for bins in (report.reliability, report.reliability_before):
+        assert sum(b["count"] for b in bins) == 4 * (report.num_rounds - report.num_samples)
+        assert [b["predicted"] for b in bins] == sorted(b["predicted"] for b in bins)
+    gaps = [
+        sum(b["count"] * abs(b["predicted"] - b["accepted"]) for b in bins)
+        for bins in (report.reliability, report.reliability_before)
+    ]
+    assert gaps[0] < gaps[1]
     assert report.ece_after < 0.01 < 0.03 < report.ece_before
     assert fit(recording(logits, survival), holdout=0.3) == report
     report.to_json(tmp_path / "sts.json")
