@@ -11,6 +11,10 @@ from .configuration_dspark import DSparkConfig
 # Vocabularies of one tokenizer differ by the rows that pad an embedding to a round number, never by more than this
 # share.
 MAX_PADDING_SHARE = 0.01
+# Config keys of families that carry several hidden states for a token from layer to layer, and how many.
+STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
+# Families that mask no window; their cache drops old tokens between forwards instead.
+WINDOW_BY_CACHE = {"moshi"}
 
 
 def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int]) -> torch.Tensor:
@@ -90,6 +94,7 @@ def check_pair(config: DSparkConfig, target: nn.Module) -> None:
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; DSpark drafts need a decoder-only target.")
     text = target.config.get_text_config(decoder=True)
+    _check_family(target, text)
     depth = text.num_hidden_layers
     if max(config.target_layer_ids) >= depth:
         raise ValueError(
@@ -102,6 +107,40 @@ def check_pair(config: DSparkConfig, target: nn.Module) -> None:
             f"{text.hidden_size}. Use the target that the draft was trained for."
         )
     _check_vocabulary(config, target, text)
+
+
+def _check_family(target: nn.Module, text: Any) -> None:
+    """Refuse families whose hidden states a draft cannot read, or whose text depends on how it is cut into forwards."""
+    name = type(target).__name__
+    if _reads_both_ways(target, text):
+        raise ValueError(
+            f"{name} reads in both directions as it is configured, so every token changes those before it. Load it "
+            "with `is_decoder=True` if it is an encoder that can be a decoder, or drop `assistant_model`."
+        )
+    for streams in STREAMS:
+        if (count := getattr(text, streams, None) or 1) > 1:
+            raise ValueError(
+                f"{name} has {count} hidden states for each token (`{streams}`), and DSpark drafts read one. "
+                "Drop `assistant_model`."
+            )
+    if getattr(text, "cross_attention_layers", None):
+        raise ValueError(
+            f"{name} leaves out its cross-attention layers without an image, so its hidden states are not in fixed "
+            "places. Drop `assistant_model`."
+        )
+    if text.model_type in WINDOW_BY_CACHE:
+        raise ValueError(
+            f"{name} has a sliding window in its cache alone, so tokens of one forward see further than tokens of "
+            "several. Drop `assistant_model`."
+        )
+
+
+def _reads_both_ways(target: nn.Module, text: Any) -> bool:
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all") or getattr(text, "is_causal", None) is False:
+        return True
+    # GPT-NeoX states `is_decoder` too, but only families that can be encoders heed it.
+    is_encoder = getattr(text, "is_decoder", None) is False
+    return is_encoder and any(getattr(module, "is_decoder", None) is False for module in target.modules())
 
 
 def _check_vocabulary(config: DSparkConfig, target: nn.Module, text: Any) -> None:

@@ -84,6 +84,7 @@ class PlainLoop:
         self.cache = TargetCache(model_kwargs[CACHE_KEY], target.config.get_text_config(decoder=True))
         self.position = self._columns = 0
         self._last = ModelOutput()
+        self._fed: dict[str, Any] = {}
         wanted = generation_config.output_hidden_states
         self._selected = wanted if isinstance(wanted, (list, tuple)) else None
         self.kwargs |= {"output_hidden_states": True} if wanted else self.generator.model_kwargs_overrides
@@ -94,6 +95,7 @@ class PlainLoop:
             self._prefill()
             while not self.transcript.stopped:
                 self._round()
+            self._catch_up()
         finally:
             self.cache.close()
             self.cache.keep_draft_context(self.draft, self.generator.context)
@@ -181,7 +183,8 @@ class PlainLoop:
         states = [self.kwargs]
         for _ in range(len(drafts)):
             states.append(self._extended(states[-1]))
-        outputs = self._forward(torch.cat((ids, drafts[None]), dim=-1), len(drafts) + 1, states[-1])
+        length = self.cache.pending + len(drafts) + 1
+        outputs = self._forward(torch.cat((ids, drafts[None]), dim=-1), length, len(drafts) + 1, states[-1])
         with torch.profiler.record_function("decode_sample"):
             logits = outputs.logits[0, -len(drafts) - 1 :].to(dtype=torch.float32, device=ids.device)
             q = proposal.q if proposal is not None else logits[:0] if self.config.do_sample else None
@@ -190,7 +193,10 @@ class PlainLoop:
                 q = F.pad(q.to(ids.device), (0, logits.shape[-1] - q.shape[-1]))
             committed, accepted, scores = verify(self.transcript, drafts, q, logits, self.processors)
 
+            self._fed = states[committed - 1]
             self.cache.forget(len(drafts) + 1 - committed)
+            if self.cache.pending > self.draft.config.num_draft_tokens:
+                self._catch_up()
             self.kwargs = states[committed] if committed < len(states) else self._extended(states[-1])
             self._keep_outputs(outputs, committed, len(drafts))
             if self.cache.croppable:
@@ -234,10 +240,17 @@ class PlainLoop:
         with torch.profiler.record_function("dspark_propose"):
             return self.generator.propose(ids, self.position, limit)
 
-    def _forward(self, candidate_ids: torch.Tensor, length: int, kwargs: dict[str, Any]) -> ModelOutput:
+    def _catch_up(self) -> None:
+        """Feed committed tokens that a cache with recurrent states had to forget, all but the anchor."""
+        if pending := self.cache.pending:
+            self._forward(self.transcript.ids[:, :-1], pending, 1, self._fed)
+            self.cache.forget(0)
+
+    def _forward(self, candidate_ids: torch.Tensor, length: int, keep: int, kwargs: dict[str, Any]) -> ModelOutput:
+        """The target over the last `length` ids, with logits of the last `keep`."""
         inputs = self.target.prepare_inputs_for_generation(candidate_ids, next_sequence_length=length, **kwargs)
         if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = length
+            inputs["logits_to_keep"] = keep
         with torch.profiler.record_function("target_verify"), self.target._optimize_model_for_decode():
             return self.target(**inputs, return_dict=True)
 
@@ -258,7 +271,7 @@ class PlainLoop:
     def _keep_outputs(self, outputs: ModelOutput, committed: int, drafts: int) -> None:
         for i in range(committed):
             if self.hidden_states is not None:
-                states = self._wanted(outputs.hidden_states)
+                states = [s if s is None else s[:, -drafts - 1 :] for s in self._wanted(outputs.hidden_states)]
                 self.hidden_states += (tuple(s if s is None else s[:, i : i + 1] for s in states),)
             if self.attentions is not None:
                 self.attentions += (self.cache.attention_step(outputs.attentions, i, drafts),)

@@ -9,6 +9,7 @@ from transformers.cache_utils import StaticCache
 from .._compat import CACHE_KEY
 from ..modeling_dspark import DSparkForCausalLM, is_plain
 from .engine import MAX_ROWS
+from .recurrent import has_recurrent_layers, why_not_rewound
 
 # Set by the hook on the config of a call.
 STATIC_ASKED, CACHE_GIVEN = "_dspark_static", "_dspark_cache_given"
@@ -153,4 +154,4 @@ def why_target_only(
         return "rounds need a cache (use_cache=False, or the target makes its own kind)"
     if not hasattr(cache, "is_croppable") or (cache.layers and all(cache.is_linear)):
         return f"{type(cache).__name__} of {type(target).__name__} cannot be rolled back"
-    return None
+    return why_not_rewound(target) if has_recurrent_layers(cache) else None

@@ -8,10 +8,15 @@ from transformers.utils import ModelOutput
 from .._compat import CACHE_KEY
 from ..context import DraftContext
 from ..modeling_dspark import DSparkForCausalLM
+from .recurrent import RecurrentStates
 
 
 class TargetCache:
-    """One transformers cache during one call."""
+    """One transformers cache during one call.
+
+    Recurrent states cannot be cut. After a rejection the whole cache goes back to where all fed tokens were committed
+    last, and the committed ones since then are `pending`: the next forward has to begin with them.
+    """
 
     def __init__(self, cache: Any, text_config: Any):
         self.cache = cache
@@ -20,6 +25,8 @@ class TargetCache:
         kinds = kinds or ["sliding_attention"] * text_config.num_hidden_layers
         self._windows = [window if kind == "sliding_attention" else None for kind in kinds]
         self.croppable = True
+        self.pending = 0
+        self._states = RecurrentStates([])
         self._recording: list[Any] = []
         self._committed = 0
 
@@ -33,7 +40,9 @@ class TargetCache:
         Before prefill this would keep the states of the whole prompt in sliding layers.
         """
         self.cache = outputs.get(CACHE_KEY, self.cache)
-        self.croppable = bool(self.cache.is_croppable)
+        self._states = RecurrentStates(self.cache.layers)
+        others = [layer for layer in self.cache.layers if not RecurrentStates([layer])]
+        self.croppable = self.cache.is_croppable or (bool(self._states) and all(o.is_croppable for o in others))
         if self.croppable:
             self._recording = [layer for layer in self.cache.layers if getattr(layer, "record_past", None) is False]
             self.cache.activate_past_recording()
@@ -41,9 +50,18 @@ class TargetCache:
 
     def forget(self, num_tokens: int) -> None:
         """Roll back the last tokens; 0 still lets sliding layers shrink to their window."""
-        if self.croppable:
-            self.cache.crop(-num_tokens)
-        self._committed = self.length()
+        if not self.croppable:
+            return
+        if self._states and num_tokens:
+            fed = self.length() - self._committed
+            self.pending = fed - num_tokens
+            self.cache.crop(-fed)
+            self._states.restore()
+            return
+        self.cache.crop(-num_tokens)
+        self._committed, self.pending = self.length(), 0
+        if self._states:
+            self._states = RecurrentStates(self.cache.layers)
 
     def attention_step(self, attentions: tuple, i: int, drafts: int) -> tuple:
         """Attentions of slot i of a block as the one-token step of plain generate() would have given them."""
@@ -52,9 +70,9 @@ class TargetCache:
     def _attention_slice(self, attention: torch.Tensor | None, index: int, i: int, drafts: int) -> torch.Tensor | None:
         if attention is None:
             return None
-        end = attention.shape[-1] - drafts + i
+        query, end = attention.shape[-2] - 1 - drafts + i, attention.shape[-1] - drafts + i
         window = self._windows[index] if index < len(self._windows) else None
-        return attention[:, :, i : i + 1, max(0, end - window) if window else 0 : end]
+        return attention[:, :, query : query + 1, max(0, end - window) if window else 0 : end]
 
     def draft_context(self, draft: DSparkForCausalLM) -> DraftContext | None:
         """The context that an earlier call of this draft left with the cache (copies of a cache carry it along)."""
@@ -73,6 +91,8 @@ class TargetCache:
             if hasattr(layer, "get_seq_length"):
                 extra = max(0, int(layer.get_seq_length()) - self._committed)
             layer.crop(-extra)
+        if self._states and self.croppable:
+            self._states.restore()
         for layer in self._recording:
             layer.record_past = False
 

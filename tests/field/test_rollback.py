@@ -1,5 +1,7 @@
 """ROLLBACK and NUMERIC: rejected tokens leave every kind of cache without a trace, on both paths."""
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteriaList
@@ -8,6 +10,7 @@ import checks
 import oracle
 import tiny
 from hf_dspark._compat import CACHE_KEY
+from hf_dspark.generation import recurrent
 from hf_dspark.generation.ragged_cache import RaggedStore
 
 PROMPT = [7, 21, 40, 3, 9, 30, 12, 50, 41, 5]
@@ -43,7 +46,10 @@ def test_rollback_2_sliding_windows(family, attention, window, gamma):
     checks.equal_to_plain(target, draft, PROMPT, max_new_tokens=10, prefill_chunk_size=4)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "mistral", "gemma2", "gemma3_text", "gpt2", "lfm2"])
+EVERY = ["qwen3", "qwen3_sliding", "mistral", "gemma2", "gemma3_text", "gpt2", "lfm2", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", EVERY)
 @pytest.mark.parametrize("accepted", range(5))
 @pytest.mark.parametrize("ended_by", ["length", "criterion", "limit inside the block"])
 def test_rollback_4_returned_cache_equals_a_fresh_one(family, accepted, ended_by):
@@ -72,7 +78,7 @@ def test_rollback_4_returned_cache_equals_a_fresh_one(family, accepted, ended_by
     cache, fresh = output[CACHE_KEY], expected[CACHE_KEY]
     assert cache.get_seq_length() == fresh.get_seq_length() == len(sequence) - 1
     for layer, plain_layer in zip(cache.layers, fresh.layers, strict=True):
-        for name in ("keys", "values", "conv_states"):
+        for name in ("keys", "values", "conv_states", "recurrent_states"):
             states, plain_states = getattr(layer, name, None), getattr(plain_layer, name, None)
             torch.testing.assert_close(states, plain_states, atol=1e-4, rtol=1e-4, allow_subclasses=True)
         assert getattr(layer, "record_past", False) is getattr(plain_layer, "record_past", False)
@@ -86,17 +92,83 @@ def test_rollback_4_returned_cache_equals_a_fresh_one(family, accepted, ended_by
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 3}, {"return_dict_in_generate": True}])
 def test_layers_with_a_state_instead_of_keys(family, options):
-    """Convolutions roll back where transformers can; recurrent states cannot, and then the target goes on alone."""
+    """Convolutions are cut like keys, recurrent states are put back."""
     target = tiny.random_target(family, layers=4)
     text = checks.plain(target, PROMPT)[0].tolist()
     draft = tiny.markov_draft(patterned(text, len(PROMPT), [1, 4, 0, 2]), taps=(0, 2))
     output, stats = checks.generate(target, draft, PROMPT, **options)
     assert checks.sequences(output)[0].tolist() == text
-    assert stats.num_tokens == 20
-    if stats.path == "plain":
-        assert stats.num_accepted > 0
-    else:
-        assert (stats.path, stats.num_rounds) == ("target_only", 0) and "rolled back" in stats.reason
+    checks.adds_up(stats, 20, 4)
+    assert 0 < stats.num_accepted < stats.num_verified
+
+
+def test_hidden_states_and_attentions_of_a_target_with_recurrent_states():
+    """They begin behind the tokens that a round feeds once more."""
+    target = tiny.random_target("qwen3_next", layers=4, attention="eager")
+    text = checks.plain(target, PROMPT, max_new_tokens=30)[0].tolist()
+    draft = tiny.markov_draft(patterned(text, len(PROMPT), [1, 0, 2, 4, 0, 0, 3]), taps=(0, 2))
+    wanted = ("output_hidden_states", "output_attentions", "output_scores", "output_logits", "return_dict_in_generate")
+    options = dict.fromkeys(wanted, True) | {"max_new_tokens": 30}
+    found, stats = checks.generate(target, draft, PROMPT, **options)
+    checks.same_outputs(found, checks.plain(target, PROMPT, **options))
+    assert 0 < stats.num_accepted < stats.num_verified
+
+
+def test_rejections_seldom_cost_a_forward_of_their_own():
+    """Tokens behind a recurrent state that was put back go into the next round, until they are more than a block."""
+    target = tiny.random_target("qwen3_next", layers=4)
+    draft = tiny.bad_draft(taps=(0, 2))
+    with checks.CallCounter(target.model) as counter:
+        checks.generate(target, draft, PROMPT, max_new_tokens=2)  # the trial of the family is behind
+        counter.shapes.clear()
+        _, stats = checks.generate(target, draft, PROMPT, max_new_tokens=33)
+    rounds = stats.num_rounds
+    assert rounds > 28, "nearly all rejected"
+    assert len(counter.shapes) <= 1 + rounds + 1 + rounds // 5  # prefill, rounds, the end, every γ + 1 rejections
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_leaves_a_cache_with_recurrent_states_at_committed_tokens(error):
+    """Whatever layer it comes from: the cache holds a prefix of the text, and generate goes on from it."""
+    target = copy.deepcopy(tiny.random_target("qwen3_next", layers=4))
+    text = checks.plain(target, PROMPT, max_new_tokens=30)[0].tolist()
+    draft = tiny.markov_draft(patterned(text, len(PROMPT), [1, 0, 2, 4, 0]), taps=(0, 2))
+    checks.generate(target, draft, PROMPT, max_new_tokens=2)
+    for layer in range(4):
+        for at in range(2, 9):
+            cache, calls = DynamicCache(config=target.config), []
+
+            def fail(module, inputs, at=at, calls=calls):
+                calls.append(1)
+                if len(calls) == at:
+                    raise error
+
+            handle = target.model.layers[layer].mlp.register_forward_pre_hook(fail)
+            with pytest.raises(error):
+                checks.generate(target, draft, PROMPT, max_new_tokens=30, **{CACHE_KEY: cache})
+            handle.remove()
+            length = cache.get_seq_length()
+            assert len(PROMPT) <= length < len(text)
+            again, _ = checks.generate(target, draft, text[: length + 1], max_new_tokens=6, **{CACHE_KEY: cache})
+            assert again[0].tolist() == text[: length + 7]
+
+
+def test_a_family_that_cannot_go_on_from_a_state_decodes_without_drafts(monkeypatch):
+    """A model that starts every block of several tokens from an empty state, as some do, must not verify drafts."""
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    original = modeling_qwen3_next.torch_chunk_gated_delta_rule
+
+    def forgetful(*args, initial_state=None, **kwargs):
+        return original(*args, initial_state=None, **kwargs)
+
+    monkeypatch.setattr(recurrent, "_TRIED", {})
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", forgetful)
+    target = tiny.random_target("qwen3_next", layers=4)
+    text = checks.plain(target, PROMPT)[0].tolist()
+    output, stats = checks.generate(target, tiny.random_draft(taps=(0, 2)), PROMPT)
+    assert output[0].tolist() == text
+    assert stats.path == "target_only" and "several tokens behind a state" in stats.reason
 
 
 @pytest.mark.parametrize("family", SLIDING)
