@@ -130,13 +130,18 @@ def random_target(family: str = "qwen3", *, layers: int = 6, dtype: torch.dtype 
         settings["layer_types"] = list(settings["layer_types"])[:layers]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), attn_implementation=attention)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 1.0 if "embed" in name or "wte" in name else 2.0 / parameter.shape[-1] ** 0.5)
-            elif "norm" in name or "ln_" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.to(dtype).eval()
+    return randomize(model).to(dtype).eval()
+
+
+@torch.no_grad()
+def randomize(model):
+    """Weights large enough that the greedy text does not loop at once."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 1.0 if "embed" in name or "wte" in name else 2.0 / parameter.shape[-1] ** 0.5)
+        elif "norm" in name or "ln_" in name:
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
 
 
 def llava(vision_layers: int = 1):

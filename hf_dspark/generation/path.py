@@ -15,6 +15,7 @@ from .recurrent import has_recurrent_layers, why_not_rewound
 STATIC_ASKED, CACHE_GIVEN = "_dspark_static", "_dspark_cache_given"
 # Arguments of the target's forward that the ragged path makes itself.
 UNDERSTOOD = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", CACHE_KEY}
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
@@ -44,9 +45,16 @@ def why_not_ragged(
     others = [name for name, value in model_kwargs.items() if name not in UNDERSTOOD and value is not None]
     if "inputs_embeds" in others or input_ids.shape[1] == 0:
         return "the ragged path reads token ids, not embeddings"
-    if others := [name for name in others if model_kwargs[name] is not False]:
+    if others := [name for name in others if not _says_nothing(name, model_kwargs[name])]:
         return f"the ragged path does not know the model argument `{others[0]}`"
     return _why_not_inputs(input_ids, model_kwargs) or why_not_pair(target, draft)
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """Whether a model argument is as good as not given: switched off, empty, or token types of text alone."""
+    if name in TOKEN_TYPES and isinstance(value, torch.Tensor):
+        return not value.any()
+    return value is False or (isinstance(value, dict) and not value)
 
 
 def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> str | None:

@@ -47,17 +47,23 @@ def has_recurrent_layers(cache: Any) -> bool:
 def why_not_rewound(target: PreTrainedModel) -> str | None:
     """What keeps a target with recurrent layers from verifying drafts; `None` when nothing does.
 
-    Tried once for each class of targets, with three short forwards: several tokens behind a state that was put back
-    must give what they give in one text. Families that compute blocks from an empty state fail here.
+    Tried once for each class of targets, with a few short forwards: several tokens behind a state that was put back
+    must give what plain decoding gives one by one. Families that start such blocks from an empty state, or whose step
+    is not quite the recurrence of their prompts, fail here.
     """
     key = type(target), target.device.type, target.dtype, target.training
     if key not in _TRIED:
+        # Vision-language models keep the position offset of their last prompt in an attribute.
+        kept = [(module, module.rope_deltas) for module in target.modules() if "rope_deltas" in vars(module)]
         try:
             _TRIED[key] = None if _goes_on(target) else "gives something else for several tokens behind a state"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model's own code raises is the answer
             _TRIED[key] = f"cannot go on from a state with several tokens ({type(error).__name__}: {error})"
+        finally:
+            for module, deltas in kept:
+                module.rope_deltas = deltas
     why_not = _TRIED[key]
     return why_not and f"{type(target).__name__} {why_not}"
 
@@ -66,19 +72,21 @@ def _goes_on(target: PreTrainedModel) -> bool:
     from .target_cache import TargetCache
 
     text = target.config.get_text_config(decoder=True)
-    ids = (torch.arange(1, 12, device=target.device) % text.vocab_size)[None]
-    expected = target(input_ids=ids, use_cache=False).logits[:, -3:].float()
+    prompt, rejected, block = (torch.arange(1, 15, device=target.device) % text.vocab_size)[None].split((8, 3, 3), -1)
+
+    def forward(ids: torch.Tensor, cache: DynamicCache) -> Any:
+        return target(input_ids=ids, use_cache=True, **{CACHE_KEY: cache})
+
     cache = DynamicCache(config=text)
-
-    def forward(part: torch.Tensor) -> Any:
-        return target(input_ids=part, use_cache=True, **{CACHE_KEY: cache})
-
+    forward(prompt, cache)
+    expected = torch.cat([forward(token, cache).logits for token in block.split(1, -1)], dim=1).float()
+    cache = DynamicCache(config=text)
     rewound = TargetCache(cache, text)
-    rewound.start(forward(ids[:, :8]))
+    rewound.start(forward(prompt, cache))
     if not rewound.croppable:
         return False
-    forward(ids[:, 2:5])
+    forward(rejected, cache)
     rewound.forget(3)
-    found = forward(ids[:, 8:]).logits.float()
-    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    found = forward(block, cache).logits.float()
+    tolerance = 1e-4 if target.dtype == torch.float32 else 0.1
     return bool((found - expected).norm() <= tolerance * expected.norm())

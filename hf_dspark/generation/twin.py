@@ -17,6 +17,7 @@ from .attention import attend_raggedly
 from .ragged_cache import FlatTokens, RaggedCache
 
 CAPTURING = "transformers.utils.output_capturing"
+ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def own_hooks(module: nn.Module) -> Iterator[tuple[dict, int]]:
@@ -35,6 +36,8 @@ def fingerprint(model: nn.Module) -> tuple:
         parts += [id(module.__dict__.get("forward"))] + [key for _, key in own_hooks(module)]
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             parts.append(None if tensor is None else (id(tensor), tensor.data_ptr(), tensor.dtype))
+        if "_active_adapter" in vars(module):  # PEFT switches its layers by plain attributes
+            parts.append(repr([vars(module).get(name) for name in ADAPTER_STATE]))
     return tuple(parts)
 
 
