@@ -374,10 +374,11 @@ class Gemma4DSparkModel(DSparkForCausalLM):
 
 
 def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a module is nothing but its weight: no adapter, quantisation, offloading or hook."""
+    """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or hook."""
     return (
         isinstance(linear, nn.Linear)
         and type(linear) is nn.Linear
+        and type(linear.weight) is nn.Parameter  # quantised and distributed tensors are other classes
         and "forward" not in vars(linear)
         and linear.weight.device.type != "meta"
         and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))

@@ -13,10 +13,10 @@ VERSION = "5.24.0"
 JSON, MARKDOWN = ROOT / "docs" / "targets.json", ROOT / "docs" / "targets.md"
 HEAD = """# Targets
 
-What happens when a model of a family is the target of a draft. Each family was run as a tiny random model in float32, with
-a draft whose rounds accept 0, 1, 2, 3 and 4 of 4 drafts, and its greedy text compared with plain `generate()`, token for
-token. `python tests/families/write_targets.py` writes the table from those runs (transformers {version}, CPU), and the
-tests in `tests/families/` repeat them.
+What happens when a model of a family is the target of a draft. Each family was run as a tiny random model in float32,
+with a draft whose rounds accept 0, 1, 2, 3 and 4 of 4 drafts, and its greedy text compared with plain `generate()`,
+token for token. `python tests/families/write_targets.py` writes the table from those runs (transformers {version},
+CPU), and the tests in `tests/families/` repeat them.
 
 | | |
 |---|---|
