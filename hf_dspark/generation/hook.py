@@ -20,6 +20,7 @@ from .options import GIVEN_BY_CALLER, KEEPS_ROWS, draft_options, given_as_filled
 from .path import (
     CACHE_GIVEN,
     STATIC_ASKED,
+    check_ranks,
     check_static_cache,
     wants_ragged,
     why_not_ragged,
@@ -117,6 +118,7 @@ def decode(
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"`streamer` shows one text, but this batch has {input_ids.shape[0]} rows. Drop one of them.")
     draft.attach_target(target)
+    check_ranks(target, draft, generation_config)
     arguments = input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
     gamma = draft.config.num_draft_tokens
     limits = input_ids.shape[1], generation_config.max_length

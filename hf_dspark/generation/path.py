@@ -1,5 +1,6 @@
 """Which path a generate() call takes, and why."""
 
+import zlib
 from typing import Any
 
 import torch
@@ -139,6 +140,31 @@ def check_static_cache(model_kwargs: dict[str, Any]) -> None:
             f"`{CACHE_KEY}=StaticCache(...)` cannot hold a block of drafts behind every row. Pass "
             '`cache_implementation="static"` instead: the fast path makes and keeps a cache of its own.'
         )
+
+
+def check_ranks(target: PreTrainedModel, draft: DSparkForCausalLM, generation_config: GenerationConfig) -> None:
+    """Refuse sampling with a tensor-parallel target whose ranks would draw different tokens and wait for each other.
+
+    Raises:
+        ValueError: on every rank, with the fix.
+    """
+    shards = [parameter for parameter in target.parameters() if hasattr(parameter, "device_mesh")]
+    if not (shards and generation_config.do_sample):
+        return
+    states = [_random_state(device) for device in (target.device, draft.device)]
+    mine = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states], device=target.device)
+    for group in shards[0].device_mesh.get_all_groups():
+        everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(everyone, mine, group)
+        if not torch.stack(everyone).eq(mine).all():
+            raise ValueError(
+                "The ranks of this tensor-parallel target have different random states, so they would sample different "
+                "texts. Call `torch.manual_seed` with the same value on every rank before generate()."
+            )
+
+
+def _random_state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def why_target_only(

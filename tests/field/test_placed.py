@@ -2,6 +2,10 @@
 
 import copy
 import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import accelerate
 import pytest
@@ -73,6 +77,22 @@ def test_device_maps_of_from_pretrained(device_map, tmp_path):
         stats = equals_plain(target, draft, rows, more)
         assert stats.num_rounds > 0
         assert stats.path == ("plain" if rows == ROWS[:1] and not more else "ragged"), stats.reason
+
+
+# ---- tensor parallel
+
+
+@pytest.mark.slow
+def test_tensor_parallel_over_two_processes(tmp_path):
+    """The script for two GPUs, on the CPU: every form gives the tokens of one device, on all ranks."""
+    script, result = Path(__file__).parents[2] / "benchmarks" / "two_gpus.py", tmp_path / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += ["--shape", "tiny", "--device", "cpu", "--tokens", "24", "--json", str(result)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = {row["form"]: row for row in json.loads(result.read_text())["rows"]}
+    assert rows["tensor parallel, drafts"]["path"] == "plain" and rows["tensor parallel, drafts"]["tau"] > 1.2
+    assert "torch.manual_seed" in rows["tensor parallel, sampled, ranks seeded differently"]["refused"]
 
 
 # ---- quantised
