@@ -12,6 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# What `hub.add_loader` writes into a config beside a file of that name, for `trust_remote_code=True`.
+LOADER = "modeling_dspark.py"
+AUTO_MAP = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "modeling_dspark.DSparkForCausalLM")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

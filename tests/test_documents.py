@@ -59,7 +59,8 @@ def test_an_unknown_option_does_not_parse():
         command.commands["bench"].make_context("bench", ["--no-such-option"])
 
 
-def test_numbers_are_up_to_date():
-    script = ROOT / "benchmarks" / "write_numbers.py"
+@pytest.mark.parametrize("script", ["write_numbers.py", "write_card.py"])
+def test_numbers_are_up_to_date(script):
+    script = ROOT / "benchmarks" / script
     result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

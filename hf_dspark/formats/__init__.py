@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .._hub_files import TensorInfo, listing, read_config, read_headers, resolve_folder
+from .._hub_files import AUTO_MAP, LOADER, TensorInfo, listing, read_config, read_headers, resolve_folder
 from ..configuration_dspark import DSparkConfig
 from . import deepspec, muse, own, specforge, speculators, torchspec, zlab
 from .keys import OVERRIDES, is_labelled
@@ -81,7 +81,8 @@ def open_checkpoint(path_or_id: str | os.PathLike, **kwargs: Any) -> Checkpoint:
     if code or raw.get("auto_map"):
         why = f"{listing(code) or '`auto_map`'} of the checkpoint is never run: this package has its own classes"
         config.resolution["code"] = why
-        logger.warning(f"code: {why}")
+        log = logger.info if raw.get("auto_map") == AUTO_MAP and code == [LOADER] else logger.warning
+        log(f"code: {why}")
     return Checkpoint(folder, config, renames, tensors)
 
 

@@ -4,10 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
+from .._hub_files import AUTO_MAP, LOADER
 from . import shim
-
-LOADER = "modeling_dspark.py"
-AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM")
 
 
 def add_loader(folder: str | Path) -> None:
@@ -22,6 +20,5 @@ def add_loader(folder: str | Path) -> None:
         return
     shutil.copyfile(str(shim.__file__), Path(folder, LOADER))
     # Models only: with a config class too, servers that trust remote code would need this package.
-    auto_map = {name: f"{Path(LOADER).stem}.DSparkForCausalLM" for name in AUTO_CLASSES}
-    if config.get("auto_map") != auto_map:
-        path.write_text(json.dumps(config | {"auto_map": auto_map}, indent=2) + "\n", encoding="utf-8")
+    if config.get("auto_map") != AUTO_MAP:
+        path.write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2) + "\n", encoding="utf-8")

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from huggingface_hub import CommitInfo, HfApi
 
+from .._hub_files import LOADER
 from .card import CARD, write_card
-from .loader import LOADER, add_loader
+from .loader import add_loader
 
 # What belongs to a draft; a folder may hold more than that.
 FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "*.png")

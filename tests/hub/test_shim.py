@@ -1,6 +1,7 @@
 """The file that travels with a draft: `trust_remote_code=True` with and without the package, in fresh processes."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 import tiny
+from hf_dspark import formats
 from hf_dspark.hub import loader
 
 LOAD = """
@@ -64,6 +66,15 @@ def test_the_loader_leaves_the_rest_of_the_config_alone(folder):
     before = (folder / "config.json").read_bytes()
     loader.add_loader(folder)
     assert (folder / "config.json").read_bytes() == before
+
+
+def test_the_packages_own_loader_is_no_reason_for_a_warning(folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_dspark"), "propagate", True)
+    checkpoint = formats.open_checkpoint(folder)
+    assert "never run" in checkpoint.config.resolution["code"] and not caplog.records
+    (folder / "more.py").write_text("")
+    formats.open_checkpoint(folder)
+    assert "more.py" in caplog.text
 
 
 def test_a_config_without_model_type_gets_no_loader(tmp_path):
