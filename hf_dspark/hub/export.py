@@ -40,6 +40,7 @@ def export(
         raise ValueError(f"`format` must be one of {', '.join(FORMATS)}, got {format!r}.")
     if folder.exists():
         raise ValueError(f"`output` {folder} exists: give a new folder.")
+    draft.config.target_name_or_path = target  # the verifier in speculators' form
     draft.save_pretrained(folder, format=format, include_shared=include_shared)
     return Exported(folder, *serving(draft.config, format, str(folder), target))
 

@@ -18,6 +18,13 @@ DEEPSPEC_KEYS = {
     "mask_token_id", "tie_word_embeddings", "layer_types", "markov_rank", "markov_head_type", "enable_confidence_head",
     "confidence_head_with_markov", "head_dim", "hidden_size", "vocab_size", "rope_parameters", "rms_norm_eps",
 }  # fmt: skip
+# And a folder of speculators, of which vLLM reads the same tensors.
+SPECULATORS_KEYS = {
+    "speculators_model_type", "speculators_version", "architectures", "transformer_layer_config", "draft_vocab_size",
+    "block_size", "target_hidden_size", "aux_hidden_state_layer_ids", "mask_token_id", "sliding_window_non_causal",
+    "sample_from_anchor", "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+    "speculators_config",
+}  # fmt: skip
 LAYER = (
     "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
     "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
@@ -35,6 +42,16 @@ def slim(**settings):
     tensors = tiny.draft_tensors(config)
     del tensors["embed_tokens.weight"], tensors["lm_head.weight"]
     return tiny.load_draft(config, tensors).attach_target(tiny.random_target())
+
+
+def reduced_draft():
+    """A random draft that can propose 24 of the 64 tokens."""
+    shape = slim().config
+    fields = {name: getattr(shape, name) for name in type(shape).__annotations__}
+    fields |= {"draft_vocab_size": 24, "has_lm_head": True, "source_format": "dspark", "foreign": None}
+    draft = DSparkForCausalLM(type(shape)(**fields)).eval()
+    draft.d2t.copy_(torch.arange(5, 53, 2) - torch.arange(24))
+    return draft.attach_target(tiny.random_target())
 
 
 def names(folder):
@@ -59,6 +76,44 @@ def test_deepspec_has_the_published_keys_and_names(tmp_path):
     assert (config["block_size"], config["target_layer_ids"], config["mask_token_id"]) == (4, [0, 2, 4], 63)
     assert config["tie_word_embeddings"] is False and config["layer_types"] == ["full_attention"]
     assert not config.keys() & {"auto_map", "sample_from_anchor", "dflash_config", "speculators_model_type"}
+    same_proposals(DSparkForCausalLM.from_pretrained(exported.folder), draft)
+
+
+def test_speculators_has_the_published_keys_and_names(tmp_path):
+    draft = slim()
+    exported = hub.export(draft, tmp_path / "out", format="speculators", target="org/target")
+    config = json.loads((exported.folder / "config.json").read_text())
+    assert config.keys() >= SPECULATORS_KEYS and names(exported.folder) == TENSORS
+    assert (config["speculators_model_type"], config["architectures"]) == ("dspark", ["DSparkDraftModel"])
+    assert config["aux_hidden_state_layer_ids"] == [1, 3, 5]  # counts inputs of layers, where DeepSpec counts outputs
+    assert config["sample_from_anchor"] is True and config["draft_vocab_size"] == 64
+    speculators = config["speculators_config"]
+    assert speculators["verifier"]["name_or_path"] == "org/target" and speculators["algorithm"] == "dspark"
+    assert speculators["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 4}]
+    assert config["transformer_layer_config"]["hidden_size"] == 64 and not config.keys() & {"model_type", "auto_map"}
+    assert exported.commands.keys() == {"vLLM"}
+    same_proposals(DSparkForCausalLM.from_pretrained(exported.folder), draft)
+
+
+@pytest.mark.parametrize("format", ["deepspec", "speculators"])
+def test_there_and_back(format, tmp_path):
+    """From one form to the other and home again: the same proposals, the same tensors, the same draft of the config."""
+    draft = slim()
+    there = hub.export(draft, tmp_path / "there", format=format, target="t").folder
+    again = DSparkForCausalLM.from_pretrained(there)
+    other = {"deepspec": "speculators", "speculators": "deepspec"}[format]
+    back = DSparkForCausalLM.from_pretrained(hub.export(again, tmp_path / "back", format=other, target="t").folder)
+    assert {again.config.source_format, back.config.source_format} == {"deepspec", "speculators"}
+    same_proposals(back, draft)
+    assert back.config.target_layer_ids == again.config.target_layer_ids == draft.config.target_layer_ids
+
+
+def test_a_reduced_vocabulary_goes_to_vllm_in_speculators_form(tmp_path):
+    draft = reduced_draft()
+    with pytest.raises(ValueError, match="reduced vocabulary"):
+        hub.export(draft, tmp_path / "no", format="deepspec", target="t")
+    exported = hub.export(draft, tmp_path / "out", format="speculators", target="t")
+    assert {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"} <= names(exported.folder)
     same_proposals(DSparkForCausalLM.from_pretrained(exported.folder), draft)
 
 
