@@ -84,7 +84,8 @@ class Session:
             what generate() returns. `num_reused` of its statistics tells how much of the prompt was not computed again.
 
         Raises:
-            ValueError: for a cache or embeddings of the caller's, images, and while another call of the session runs.
+            ValueError: for a cache or embeddings of the caller's, images, other kinds of caches than `"static"` and
+                `"dynamic"`, and while another call of the session runs.
         """
         for name, value in options.items():
             brought = name in BROUGHT and value is not None
@@ -97,11 +98,24 @@ class Session:
         if not self._lock.acquire(blocking=False):
             raise ValueError("This session is generating already. Use `fork()`, or a session for each conversation.")
         try:
-            if input_ids.shape[0] > 1 or options.get("cache_implementation") == "static":
+            if input_ids.shape[0] > 1 or self._asks_for_fast_path(options):
                 return self._on_fast_path(input_ids, options)
             return self._on_own_cache(input_ids, options)
         finally:
             self._lock.release()
+
+    def _asks_for_fast_path(self, options: dict[str, Any]) -> bool:
+        configs = options.get("generation_config"), self.target.generation_config
+        asked = [options.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
+        kind = next((one for one in asked if one is not None), "dynamic")
+        if kind == "static":
+            return True
+        if kind not in ("dynamic", "hybrid"):  # older configs say "hybrid", which transformers takes for the default
+            raise ValueError(
+                f'A session has a dynamic cache, or the fast path with "static"; `cache_implementation={kind!r}` is '
+                "not supported. Drop it, or call `target.generate()`."
+            )
+        return False
 
     def send(self, message: str, **options: Any) -> str:
         """Add a message of the user, generate the answer, add it to `messages` and return it.
@@ -135,22 +149,25 @@ class Session:
         return output
 
     def _on_own_cache(self, input_ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor | ModelOutput:
+        options["cache_implementation"] = None  # of the session's own making, whatever a config says
         ids = input_ids[0].tolist()
         prompt = list(zip(ids, options["attention_mask"][0].tolist(), strict=True))
         self._keep(common_length(self._held, prompt[:-1]))
+        is_new = self._cache is None
         if self._cache is None:
             self._cache, self._rolls_back = new_cache(self.target)
-        cache = {CACHE_KEY: self._cache}
+        cache = {} if self._cache is None else {CACHE_KEY: self._cache}
         try:
             output = self.target.generate(input_ids, assistant_model=self.draft, **cache, **options)
         except BaseException:
-            # What was generated is not known here, and an interrupted forward has reached the first layers only.
+            # What was generated is not known here. An interrupted forward has reached the first layers only, and in a
+            # new cache the others may be missing.
             self._held = prompt
-            self._keep(min(*lengths(self._cache), len(prompt)) if self._rolls_back and self._cache.layers else 0)
+            self._keep(0 if is_new or not self._rolls_back else min(*columns(self._cache), len(prompt)))
             raise
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         text = prompt + [(token, 1) for token in sequences[0, len(ids) :].tolist()]
-        self._held = text[: self._cache.get_seq_length()]
+        self._held = text[: 0 if self._cache is None else self._cache.get_seq_length()]
         return output
 
     def _keep(self, length: int) -> None:
@@ -167,17 +184,19 @@ class Session:
         self._held = self._held[:length]
         if self._rolls_back:
             for layer in self._cache.layers:
-                layer.crop(length - int(layer.get_seq_length()))
+                layer.crop(min(0, length - int(layer.get_seq_length())))
 
 
-def new_cache(target: PreTrainedModel) -> tuple[Cache, bool]:
-    """A cache for a target, and whether it can be rolled back."""
+def new_cache(target: PreTrainedModel) -> tuple[Cache | None, bool]:
+    """A cache for a target, and whether it can be rolled back; none for layers without keys, which know no length."""
     cache = DynamicCache(config=target.config)
+    if cache.layers and all(cache.is_linear):
+        return None, False
     if {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return DynamicCache(), True  # without a config every layer keeps all its keys, those with a window too
     return cache, all(isinstance(layer, DynamicLayer) and not hasattr(layer, "record_past") for layer in cache.layers)
 
 
-def lengths(cache: Cache) -> set[int]:
-    """Columns in the layers; an interrupted forward has reached the first ones only."""
-    return {int(layer.get_seq_length()) for layer in cache.layers}
+def columns(cache: Cache) -> list[int]:
+    """Tokens in every layer that has keys of its own."""
+    return [length for layer in cache.layers if (length := int(layer.get_seq_length()))]

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import checks
 import hf_dspark
@@ -169,6 +169,14 @@ def test_layers_with_a_state_only_go_forward(family):
     assert stats.num_reused == 0
 
 
+def test_a_target_without_attention_goes_forward():
+    config = MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=6, state_size=4, eos_token_id=None)
+    session = hf_dspark.Session(MambaForCausalLM(config).eval(), tiny.perm_draft())
+    text, _ = turn(session, PROMPT)
+    turn(session, [*text, 4])
+    turn(session, text[:9])
+
+
 class Bomb(StoppingCriteria):
     """Raises once the text has `length` tokens."""
 
@@ -201,10 +209,11 @@ def test_an_interrupted_answer_leaves_the_session_right(family, error, static):
             assert stats.num_reused == len(longer) - 1, "the prompt is kept"
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("draft", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_sliding", "qwen3_next"])
 @pytest.mark.parametrize("layer, forward", [(0, 1), (2, 1), (1, 2), (2, 3), (1, 4)])
-def test_an_interrupt_inside_a_forward(family, layer, forward, draft):
+def test_an_interrupt_inside_a_forward(family, layer, forward, draft, first):
     """Also in the middle of a prompt that goes by chunks, when some layers hold a chunk and others do not."""
     target, draft_model, _ = pair(family)
     target = copy.deepcopy(target)
@@ -217,6 +226,8 @@ def test_an_interrupt_inside_a_forward(family, layer, forward, draft):
         if calls[0] == forward:
             raise KeyboardInterrupt
 
+    if first:  # of the session: some layers are not there yet
+        session.reset()
     longer = [*text, *range(30, 37)]
     handle = target.model.layers[layer].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -241,6 +252,23 @@ def test_padding_is_part_of_the_history():
     with hf_dspark.record() as stats:  # the same ids, but not the same text
         found = session.generate(checks.tensor(longer), **options)
     assert found.tolist() == target.generate(checks.tensor(longer), **options).tolist() and stats.num_reused == 0
+
+
+@pytest.mark.parametrize("place", ["option", "config", "target"])
+@pytest.mark.parametrize("kind, path", [("static", "ragged"), ("dynamic", "plain"), (None, "plain")])
+def test_where_a_cache_is_asked_for(kind, path, place):
+    target, draft, _ = pair()
+    session = hf_dspark.Session(copy.deepcopy(target), draft)
+    options, config = {"max_new_tokens": 5, "do_sample": False}, GenerationConfig(cache_implementation=kind)
+    if place == "target":
+        session.target.generation_config.cache_implementation = kind
+    options |= {"option": {"cache_implementation": kind}, "config": {"generation_config": config}}.get(place, {})
+    for ids in (PROMPT, [*PROMPT, 4]):
+        with hf_dspark.record() as stats:
+            found = session.generate(checks.tensor(ids), **options)
+        assert found.tolist() == checks.plain(target, ids, max_new_tokens=5).tolist()
+        assert stats.path == path
+    assert stats.num_reused == len(PROMPT)
 
 
 def test_a_pad_token_in_the_text_is_text():
@@ -302,6 +330,9 @@ def test_what_a_session_refuses():
     for name in ("past_key_values", "inputs_embeds", "pixel_values", "position_ids"):
         with pytest.raises(ValueError, match=name):
             chat.session.generate(ids, **{name: torch.zeros(1, 5, 64)})
+    for kind in ("quantized", "offloaded", "offloaded_static"):
+        with pytest.raises(ValueError, match=f"cache_implementation='{kind}'"):
+            chat.session.generate(ids, cache_implementation=kind)
     with pytest.raises(ValueError, match="chat template"):
         hf_dspark.Session(chat.target, chat.draft, tiny.tokenizer()).send("abc")
     with pytest.raises(ValueError, match="chat template"):
