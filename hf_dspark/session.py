@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import ModelOutput, logging
 
 from ._compat import CACHE_KEY
@@ -16,6 +16,8 @@ from .modeling_dspark import DSparkForCausalLM
 
 logger = logging.get_logger(__name__)
 
+# Kinds of layers for which keys are all; a dummy stands for a layer that reads the keys of another.
+HOLD_KEYS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 BROUGHT = ("past_key_values", "cache", "inputs_embeds")
 
 
@@ -192,7 +194,7 @@ def new_cache(target: PreTrainedModel) -> tuple[Cache | None, bool]:
     cache = DynamicCache(config=target.config)
     if cache.layers and all(cache.is_linear):
         return None, False
-    if {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
+    if {type(layer).__name__ for layer in cache.layers} <= HOLD_KEYS:
         return DynamicCache(), True  # without a config every layer keeps all its keys, those with a window too
     return cache, all(isinstance(layer, DynamicLayer) and not hasattr(layer, "record_past") for layer in cache.layers)
 
