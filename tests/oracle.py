@@ -103,6 +103,14 @@ class Oracle:
         sinks, recent = self.window or (0, length)
         return torch.tensor([i for i in range(length) if i < sinks or i >= length - recent], dtype=torch.long)
 
+    def blocked(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """[γ, keys] of one layer: what a slot does not see, by the positions of both."""
+        kinds = self.config.get("layer_types") or ["full_attention"] * (layer + 1)
+        slides, causal = kinds[layer] == "sliding_attention", self.config.get("is_causal")
+        ahead = keys[None] - slots[:, None]
+        blocked = (ahead > 0) & torch.tensor(slides if causal is None else causal)
+        return blocked | (ahead.abs() >= self.config["sliding_window"]) if slides else blocked
+
     def attention(self, x: torch.Tensor, context: torch.Tensor, layer: str) -> torch.Tensor:
         """Block [γ, H] over context [S, H] at positions 0..S-1 and over all of itself at S..S+γ-1."""
         start, seen = len(context), self.seen(len(context))
@@ -114,9 +122,10 @@ class Oracle:
         key, value = torch.cat((context_key, block_key)), torch.cat((context_value, block_value))
         groups = query.shape[1] // key.shape[1]
         scale = 1.0 if self.gemma else self.head_dim**-0.5
-        heads = []
+        heads, blocked = [], self.blocked(int(layer.split(".")[1]), positions, torch.cat((seen, positions)))
         for head in range(query.shape[1]):
-            weights = (query[:, head] @ key[:, head // groups].T * scale).softmax(-1)
+            scores = query[:, head] @ key[:, head // groups].T * scale
+            weights = scores.masked_fill(blocked, float("-inf")).softmax(-1)
             heads.append(weights @ value[:, head // groups])
         return self.linear(torch.cat(heads, dim=-1), layer + "o_proj")
 

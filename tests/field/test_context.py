@@ -1,7 +1,6 @@
 """CONTEXT: positions, windows, rotary scaling and features far out are those computed from scratch, on both paths.
 
-A window in a draft's file (CONTEXT-4) is refused by the loader, see `tests/formats/test_deepspec_read.py` too; the one
-that a user gives a draft is in `tests/test_context.py`.
+The window that a user gives a draft is in `tests/test_context.py`.
 """
 
 import pytest
@@ -177,15 +176,38 @@ def test_context_prompts_at_and_past_the_targets_limit(family, length, path):
     assert found.tolist() == checks.plain(target, prompt[:5], max_new_tokens=9).tolist()
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
-        {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8},
-        {"layer_types": None, "use_sliding_window": True, "sliding_window": 8},
-    ],
-)
-def test_context_4_a_window_in_the_drafts_file_is_refused_by_name(keys):
+@BOTH_PATHS
+@pytest.mark.parametrize("is_causal", [None, False, True])
+@pytest.mark.parametrize("kinds", [("sliding", "full"), ("sliding", "sliding"), ("full", "full")])
+@pytest.mark.parametrize("window", [1, 3, 8])
+def test_context_4_a_window_in_the_drafts_file(kinds, window, is_causal, path):
+    """Mixed layers and both causal flags, against masks made by hand, from within the window to far past it."""
+    keys = {"layer_types": [f"{kind}_attention" for kind in kinds], "sliding_window": window}
+    keys |= {} if is_causal is None else {"is_causal": is_causal}
+    target = tiny.random_target("llama", layers=3)
+    text = checks.plain(target, [7, 21, 40], max_new_tokens=24)[0].tolist()
+    config, tensors = tiny.guided_files(tiny.text_table(text), taps=(0, 1), layers=2, **keys)
+    draft = tiny.load_draft(config, tensors)
+    found, stats = checks.generate(target, draft, [7, 21, 40], max_new_tokens=24, **path)
+    assert found[0].tolist() == text and stats.num_accepted > 0
+    checks.rounds_match(stats, oracle.Oracle(config, tensors), target, text)
+
+
+def test_context_4_no_second_window():
+    """A window of the user's on a draft whose layers have their own is refused."""
+    keys = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    draft = tiny.load_draft(*tiny.guided_files(torch.zeros(tiny.V, tiny.V), taps=(0, 1), **keys))
+    draft.context_window = hf_dspark.ContextWindow(4, 8)
+    for path in ({}, STATIC):
+        with pytest.raises(ValueError, match="context_window.*full attention"):
+            checks.generate(tiny.random_target("llama", layers=3), draft, [7, 21, 40], **path)
+
+
+def test_context_4_a_window_that_is_not_stated_in_full_is_refused_by_name():
     config = tiny.draft_config(layers=2)
-    with pytest.raises(ValueError, match="layer_types|use_sliding_window"):
-        tiny.load_draft(config | keys, tiny.draft_tensors(config))
+    for keys, name in (
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            tiny.load_draft(config | keys, tiny.draft_tensors(config))
