@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from transformers import AutoModel
 import checks
 import tiny
 from hf_dspark import DSparkForCausalLM
+from hf_dspark.files import shared_tensors
+from hf_dspark.target import TargetVocabulary
 
 
 def test_options_set_on_the_draft_survive_saving(tmp_path):
@@ -63,6 +66,23 @@ def test_a_draft_saved_with_what_it_shares_proposes_the_same_alone(family, dtype
     expected, found = proposals(draft), proposals(alone)
     assert torch.equal(found.tokens, expected.tokens) and torch.equal(found.logits, expected.logits)
     assert torch.equal(found.confidence_logits, expected.confidence_logits)
+
+
+def test_embeddings_with_the_drafts_own_factor_are_stored_exactly(tmp_path):
+    """A quotient would be rounded: sqrt(80) is no power of two, unlike the factor of the tiny Gemma targets."""
+
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * torch.tensor(80**0.5, dtype=self.weight.dtype)
+
+    embeddings = Scaled(16, 80, dtype=torch.bfloat16)
+    vocabulary = TargetVocabulary(embeddings, None, 16, torch.device("cpu"), torch.bfloat16)
+    config = SimpleNamespace(vocab_size=16, embedding_scale=80**0.5, raw_embeddings=False)
+    draft = SimpleNamespace(vocabulary=vocabulary, config=config, dtype=torch.bfloat16)
+    assert torch.equal(shared_tensors(draft)["embed_tokens.weight"], embeddings.weight)
+    config.embedding_scale = 1.0
+    ids = torch.arange(16)
+    assert torch.equal(shared_tensors(draft)["embed_tokens.weight"], embeddings(ids))
 
 
 def test_rotary_frequencies_are_those_of_a_draft_loaded_in_its_dtype(tmp_path):

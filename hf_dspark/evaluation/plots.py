@@ -98,15 +98,23 @@ def reliability(name: str, row: Row) -> Any:
 
 
 def calibration(report: Mapping[str, Any]) -> Any:
-    """ECE of a_j at each position without and with the temperatures of a `CalibrationReport`."""
-    figure, (axis,) = _figure()
+    """ECE of a_j at each position without and with the temperatures of a `CalibrationReport`; and, where the report
+    has its bins, what a_j predicted against what happened, over all positions."""
+    bins = {"T = 1": report.get("reliability_before"), "fitted": report.get("reliability")}
+    figure, axes = _figure(2 if all(bins.values()) else 1)
     before, after = report["ece_by_position_before"], report["ece_by_position"]
     positions = range(1, len(after) + 1)
-    axis.bar([j - 0.2 for j in positions], before, width=0.4, label=f"T = 1, mean {report['ece_before']:.4f}")
-    axis.bar([j + 0.2 for j in positions], after, width=0.4, label=f"fitted, mean {report['ece_after']:.4f}")
-    axis.set(xlabel="position j", ylabel="ECE of $a_j$ on held-out texts", ylim=(0, None))
-    axis.set_xticks(list(positions))
-    axis.legend(fontsize="small")
+    axes[0].bar([j - 0.2 for j in positions], before, width=0.4, label=f"T = 1, mean {report['ece_before']:.4f}")
+    axes[0].bar([j + 0.2 for j in positions], after, width=0.4, label=f"fitted, mean {report['ece_after']:.4f}")
+    axes[0].set(xlabel="position j", ylabel="ECE of $a_j$ on held-out texts", ylim=(0, None))
+    axes[0].set_xticks(list(positions))
+    for axis in axes[1:]:
+        axis.plot((0, 1), (0, 1), color="grey", linewidth=1, linestyle="--")
+        for name, points in bins.items():
+            axis.plot(*([p[key] for p in points or ()] for key in ("predicted", "accepted")), marker="o", label=name)
+        axis.set(xlabel="$a_j$", ylabel="share of blocks that got this far", xlim=(0, 1), ylim=(0, 1.03))
+    for axis in axes:
+        axis.legend(fontsize="small")
     return figure
 
 

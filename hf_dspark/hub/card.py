@@ -110,7 +110,7 @@ def eval_results(evidence: Evidence) -> list[EvalResult]:
         )
         for report in evidence.reports
         for row in report.rows
-        if row.tau is not None and row.prompts is not None and row.dspark is not None
+        if row.tau is not None and row.prompts is not None and row.dspark is not None and row.set != results.ALL_SETS
     ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PLAIN, COMPILED = "plain", "plain, compiled"
+ALL_SETS = "all sets"
 VERSIONS = ("hf_dspark", "transformers", "torch", "python")
 
 
@@ -136,7 +137,7 @@ def _truncation(sampling: Mapping[str, Any]) -> list[str]:
 def _eval_report(report: Mapping[str, Any]) -> list[Report]:
     settings = report["settings"]
     mode = _mode(settings["sampling"])
-    groups = report["sets"] if len(report["sets"]) == 1 else report["sets"] | {"all": report["overall"]}
+    groups = report["sets"] if len(report["sets"]) == 1 else report["sets"] | {ALL_SETS: report["overall"]}
     rows = []
     for name, group in groups.items():
         methods = group["methods"]

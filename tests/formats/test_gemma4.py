@@ -1,10 +1,11 @@
 """Gemma4-style drafts: both kinds of values, both spellings of the full-attention shape."""
 
 import pytest
+import torch
 
 from deepspec_files import gemma4_files, read, without
 from hf_dspark import DSparkForCausalLM
-from tiny import write_draft
+from tiny import random_target, write_draft
 
 
 def test_gemma4_values_from_keys_or_from_a_projection_of_their_own(tmp_path):
@@ -38,3 +39,17 @@ def test_gemma4_without_rotary_parameters_takes_the_familys_default():
     assert "rope_theta" in found.resolution
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         read(config | {"final_logit_softcapping": 0.0}, tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gemma4_embeddings_are_stored_without_their_factor(dtype, tmp_path):
+    """Shared ones come with the target's factor, own ones get the draft's: saved, the draft proposes the same alone."""
+    config, tensors = gemma4_files()
+    slim = write_draft(tmp_path / "slim", config, without(tensors, "embed_tokens.weight", "lm_head.weight"))
+    draft = DSparkForCausalLM.from_pretrained(slim, dtype=dtype)
+    draft.attach_target(random_target("gemma2", dtype=dtype))
+    draft.save_pretrained(tmp_path / "full", include_shared=True)
+    alone = DSparkForCausalLM.from_pretrained(tmp_path / "full")
+    anchors, features = torch.tensor([3, 40]), torch.randn(2, 5, 3 * 64).to(dtype)
+    expected, found = (one.propose(anchors, features) for one in (draft, alone))
+    assert alone.config.has_embed_tokens and torch.equal(found.logits, expected.logits)

@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard
 
 import tiny
 from hf_dspark import DSparkForCausalLM
+from hf_dspark.evaluation import plots
 from hf_dspark.hub import write_card
 
 TARGET = "someone/a-target"
@@ -111,6 +112,15 @@ def test_a_comparison_of_drafts_shows_all_and_claims_none(folder, tmp_path):
     assert "model-index" not in text and "128 new tokens" in text
 
 
+def test_several_sets_also_have_a_row_of_all(folder, tmp_path):
+    both = dict.fromkeys(("gsm8k", "mt-bench"), EVAL["sets"]["gsm8k"])
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(EVAL | {"sets": both, "overall": GROUP | {"methods": {"plain": PLAIN, "dspark": ROW}}}))
+    card = ModelCard.load(write_card(folder, [path], target=TARGET))
+    assert "| all sets (3) | greedy | dspark | 2.35 |" in card.text
+    assert [result.dataset_name for result in card.data.eval_results] == ["gsm8k", "mt-bench"]
+
+
 def test_provenance_has_hashes_of_weights_and_measurements(folder, files):
     import hashlib
 
@@ -126,6 +136,15 @@ def test_pictures_are_drawn_beside_the_card(folder, files):
     for name in re.findall(r"!\[.*?\]\((.*?)\)", text):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert text.count("![") == 2
+
+
+def test_calibration_is_drawn_with_the_bins_of_its_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    bins = [{"predicted": 0.2, "accepted": 0.1, "count": 5}, {"predicted": 0.8, "accepted": 0.7, "count": 5}]
+    assert len(plots.calibration(CALIBRATION).axes) == 1
+    errors, reliability = plots.calibration(CALIBRATION | {"reliability_before": bins, "reliability": bins}).axes
+    assert [bar.get_height() for bar in errors.patches] == [0.08, 0.09, 0.07, 0.011, 0.012, 0.013]
+    assert [line.get_ydata().tolist() for line in reliability.lines[1:]] == [[0.1, 0.7]] * 2
 
 
 def test_a_card_without_measurements_has_no_numbers_but_what_the_files_say(folder):
