@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging
 
 from .anchors import possible_anchors
+from .prompts import read_lines
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +49,7 @@ class Texts:
         """
         ids, masks, skipped = [], [], 0
         for path in paths:
-            for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+            for number, line in read_lines(path):
                 text, mask = _parse(line, f"{path}:{number}", vocab_size)
                 text, mask = text[:max_length], mask[:max_length]
                 if possible_anchors(mask[None]).any():

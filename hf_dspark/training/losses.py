@@ -11,7 +11,6 @@ from .blocks import BlockOutput
 from .rows import LogitRows
 
 CHUNK_ELEMENTS = 2**25
-CUDA_CHUNK_ELEMENTS = 2**27  # fewer, larger kernels
 EPSILON = 1e-6
 
 
@@ -54,7 +53,7 @@ def dspark_loss(
     tv: float = 0.9,
     confidence: float = 1.0,
     decay: float | None = 4.0,
-    chunk_elements: int | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> LossOutput:
     """Loss of anchor blocks against the target's distribution of the same tokens.
 
@@ -63,14 +62,14 @@ def dspark_loss(
 
     Memory: rows are taken `chunk_elements` logits at a time, forward and backward in one pass with exact gradients.
     With lazy logits no more than 64 bytes · `chunk_elements` are in use, whatever the batch: 2.1 GB by default. On CUDA
-    the arithmetic of a chunk is compiled into a few kernels, which leaves about 20 bytes each, 2.7 GB.
+    the arithmetic of a chunk is compiled into a few kernels, which leaves about 20 bytes each, 0.7 GB.
 
     Args:
         block_output: from `forward_blocks`.
         target_logits: [B, A, γ, V], the target's logits for `target_ids`, that is at the positions before them.
         ce, tv, confidence: weights of the components.
         decay: in slots; `None` for equal weights.
-        chunk_elements: logits that exist at a time; by default 2^25, on CUDA 2^27.
+        chunk_elements: logits that exist at a time.
 
     Raises:
         ValueError: for logits of another shape than the draft's, or a decay that is not positive.
@@ -79,7 +78,6 @@ def dspark_loss(
     if rows.shape != target_rows.shape:
         raise ValueError(f"`target_logits` must be {tuple(rows.shape)}, got {tuple(target_rows.shape)}.")
     weights = slot_weights(block_output.eval_mask, decay)
-    chunk_elements = chunk_elements or (CUDA_CHUNK_ELEMENTS if weights.is_cuda else CHUNK_ELEMENTS)
     normal = weights / (weights.sum() + EPSILON)
     slots = _SlotLoss.apply(
         rows,

@@ -1,7 +1,7 @@
 """Prompt files of `synthesize`: JSONL with `messages`, `turns` or `prompt`, or plain text with one prompt a line."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,12 @@ class Prompt(NamedTuple):
     turns: tuple[str, ...]
 
 
+def read_lines(path: str | Path) -> Iterator[tuple[int, str]]:
+    """Number and text of each line. `str.splitlines` would also break at separators that JSON leaves inside strings."""
+    with Path(path).open(encoding="utf-8") as file:
+        yield from enumerate((line.rstrip("\n") for line in file), start=1)
+
+
 def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
     """All prompts of some files, each once. Answers in chats are left out: the target writes its own.
 
@@ -21,7 +27,7 @@ def read_prompts(paths: Iterable[str | Path]) -> list[Prompt]:
     """
     found: dict[Prompt, None] = {}
     for path in map(Path, paths):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in read_lines(path):
             if line.strip():
                 prompt = Prompt(None, (line.strip(),)) if path.suffix == ".txt" else _parse(line, f"{path}:{number}")
                 found[prompt] = None
@@ -47,5 +53,5 @@ def _parse(line: str, place: str) -> Prompt:
 
 def read_topics(paths: Iterable[str | Path]) -> list[str]:
     """Topics, one a line, each once."""
-    lines = (line.strip() for path in paths for line in Path(path).read_text(encoding="utf-8").splitlines())
+    lines = (line.strip() for path in paths for _, line in read_lines(path))
     return list(dict.fromkeys(line for line in lines if line))

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..default_pair import setup_demo
 from .conversation import ChatText, Conversation
-from .prompts import Prompt, read_prompts, read_topics
+from .prompts import Prompt, read_lines, read_prompts, read_topics
 from .writer import Writer
 
 logger = logging.get_logger(__name__)
@@ -262,7 +262,7 @@ class _Synthesis:
             )
         with self.output.open("r+b") as file:
             file.truncate(progress["bytes"])
-        seen = {json.loads(line)["key"] for line in self.output.read_text(encoding="utf-8").splitlines()}
+        seen = {json.loads(line)["key"] for _, line in read_lines(self.output)}
         return progress["done"], progress["counts"], seen
 
 

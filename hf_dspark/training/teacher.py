@@ -14,8 +14,6 @@ from ..target import context_features
 from .anchors import gather_positions
 from .rows import LogitRows
 
-Read = tuple[torch.Tensor, torch.Tensor]
-
 
 class Teacher:
     """Features and distributions of a target, computed as they are needed; nothing is stored.
@@ -38,40 +36,17 @@ class Teacher:
         self._taps = list(target_layer_ids)
         self._head = _head_alone(target)
         self._seen: dict[int, torch.Tensor] | None = {} if compiled else None
-        self._recorded: dict[torch.Size, tuple[torch.cuda.CUDAGraph, torch.Tensor, Read]] = {}
-        self._pool: Any = None
         if compiled:
             self._compile()
         self._check_head()
 
     @torch.no_grad()
-    def read(self, input_ids: torch.Tensor) -> Read:
+    def read(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Taps [B, S, n_taps · H] and last hidden states [B, S, H] of texts [B, S] that are padded on the right.
 
         No mask is passed: the target is causal, so padding behind a text cannot reach it, and attention without a mask
-        is faster. A compiled target on CUDA is recorded once for each shape, because launching its kernels takes longer
-        than running them; the next call with the shape then overwrites what this one returned.
+        is faster.
         """
-        if self._seen is None or input_ids.device.type != "cuda":
-            return self._read(input_ids)
-        if input_ids.shape not in self._recorded:
-            self._recorded[input_ids.shape] = self._record(input_ids)
-        graph, ids, outputs = self._recorded[input_ids.shape]
-        ids.copy_(input_ids)
-        graph.replay()
-        return outputs
-
-    def _record(self, input_ids: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor, Read]:
-        ids = input_ids.clone()
-        for _ in range(2):  # compiles and tunes
-            self._read(ids)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            outputs = self._read(ids)
-        return graph, ids, outputs
-
-    def _read(self, input_ids: torch.Tensor) -> Read:
         if self._seen is None:
             outputs = self.target.base_model(
                 input_ids=input_ids, output_hidden_states=hidden_states_request(self._taps), use_cache=False

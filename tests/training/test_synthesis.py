@@ -252,3 +252,14 @@ def test_text_files_hold_a_prompt_a_line(tmp_path):
 def test_wrong_arguments(config, changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)
+
+
+def test_line_separators_of_unicode_stay_inside_their_text(tmp_path):
+    """JSON leaves U+2028, U+0085 and others as they are; `str.splitlines` would cut the line there."""
+    odd = "one\u2028two\u0085three\u000cfour"
+    text = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "messages": [{"role": "user", "content": odd}]}
+    path = tmp_path / "texts.jsonl"
+    path.write_text(2 * (json.dumps(text, ensure_ascii=False) + "\n"), encoding="utf-8")
+    assert len(Texts.read([path], 10, 10)) == 2
+    path.write_text(json.dumps({"prompt": odd}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [prompt.turns for prompt in training.prompts.read_prompts([path])] == [(odd,)]
