@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,8 +32,8 @@ TURNS = 256
 
 
 @contextmanager
-def scripted_confidence(gamma: int, device: str) -> Iterator[None]:
-    """Rounds inside have drawn confidence, and accept each draft with that probability."""
+def scripted_confidence(gamma: int, device: str) -> Iterator[Callable[[], object]]:
+    """Rounds inside have drawn confidence, and accept each draft with that probability; yields what starts anew."""
     generator = torch.Generator().manual_seed(0)
     levels = torch.tensor(LEVELS)[torch.randint(len(LEVELS), (TURNS, 64, 1), generator=generator)]
     c = (levels + 0.1 * (torch.rand(TURNS, 64, gamma, generator=generator) - 0.5)).clamp(0.02, 0.98)
@@ -53,12 +53,12 @@ def scripted_confidence(gamma: int, device: str) -> Iterator[None]:
 
     Rounds.accept, Proposer.confidence_logits = draw_accepted, draw_confidence
     try:
-        yield
+        yield turn.zero_
     finally:
         Rounds.accept, Proposer.confidence_logits = accept, confidence_logits
 
 
-def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: int) -> dict:
+def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: int, restart=lambda: None) -> dict:
     """Medians over whole calls of each method: tokens a second, τ and drafts verified a row and round."""
     rows: dict[str, dict[str, list[float]]] = {}
     methods = [(f"fixed {n}", n, None) for n in lengths] + [("auto", None, "auto")]
@@ -67,6 +67,7 @@ def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: 
         for name, count, scheduler in methods:
             draft.scheduler = scheduler
             options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            restart()
             with hf_dspark.record() as stats:
                 synchronize()
                 started = time.perf_counter()
@@ -131,10 +132,10 @@ def main() -> None:
     result |= {"repeats": arguments.repeats, "confidence_levels": LEVELS if arguments.pair != "smollm2" else None}
     result |= {"batches": [], "costs": {}}
 
-    def run() -> None:
+    def run(restart=lambda: None) -> None:
         for batch, given in zip(batches, inputs, strict=True):
             options = arguments.new_tokens, arguments.repeats
-            result["batches"].append(compare(batch, measure(target, draft, given, lengths, *options)))
+            result["batches"].append(compare(batch, measure(target, draft, given, lengths, *options, restart)))
             costs = engine_of(target, draft)._costs[batch]
             result["costs"][batch] = {"verify_ms": costs.verify_ms, "draft_ms": costs.draft_ms}
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -142,8 +143,8 @@ def main() -> None:
     if arguments.pair == "smollm2":
         run()
     else:
-        with scripted_confidence(draft.config.num_draft_tokens, device):
-            run()
+        with scripted_confidence(draft.config.num_draft_tokens, device) as restart:
+            run(restart)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from .layout import (
     Blocks,
     Lanes,
     VerifyTokens,
+    bucket,
     decide_lengths,
     find_lanes,
     lay_blocks,
@@ -195,10 +196,11 @@ class Rounds:
     def conclude(self, graphs: Graphs, width: int, lengths: list[int], options: RoundOptions) -> torch.Tensor:
         """Verify `lengths[i]` drafts of each lane with a row; returns what `run` returns.
 
-        The flat axis is padded to a multiple of `width`, so there are γ + 1 recordings at most.
+        The flat axis is padded to a multiple of `width`, so there are γ + 1 recordings at most; once rows have ended,
+        to a power of two times `width`: widths that last for a few rounds do not pay for many recordings.
         """
         recorded, proposed, before, c = graphs.enabled, self._proposed, self._before, self._c
-        size = -(-(sum(lengths) + len(lengths)) // width) * width if recorded else None
+        size = self._flat_size(sum(lengths) + len(lengths), width) if recorded else None
         padded = torch.tensor(lengths + [-1] * (width - len(lengths)))
         self._verified[:width] = padded
 
@@ -212,6 +214,12 @@ class Rounds:
         key = ("conclude", self.num_rows, width, size, options, self.warpers.kind)
         whole = size == width * (self.gamma + 1)
         return graphs.run(key, function, whole and self._static(width)).cpu()
+
+    def _flat_size(self, num_tokens: int, width: int) -> int:
+        per_lane = -(-num_tokens // width)
+        if width < self.num_rows:
+            per_lane = min(bucket(per_lane), self.gamma + 1)
+        return width * per_lane
 
     # ---- steps
 
