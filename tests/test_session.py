@@ -377,3 +377,24 @@ def test_one_call_at_a_time_and_a_session_for_each_thread():
             text = checks.plain(target, text, max_new_tokens=6)[0].tolist() + [20 + j]
             assert one == text
         assert len(texts) == 3
+
+
+@pytest.mark.slow
+def test_a_chat_with_the_embedded_pair():
+    """The template writes the history again at each turn; what it has in common with the cache is the whole of it."""
+    target, draft, tokenizer = hf_dspark.load_default_pair()
+    options = {"max_new_tokens": 16, "do_sample": False}
+    for static in ({}, STATIC):
+        session, reused = hf_dspark.Session(target, draft, tokenizer), []
+        for message in ("What is 3 + 4?", "And plus 5?"):
+            with hf_dspark.record() as stats:
+                reply = session.send(message, **options, **static)
+            reused.append(stats.num_reused)
+            assert stats.num_accepted > 0
+        inputs = tokenizer.apply_chat_template(
+            session.messages[:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        length = inputs["input_ids"].shape[1]
+        expected = target.generate(**inputs, **options)[0, length:]
+        assert reply == tokenizer.decode(expected, skip_special_tokens=True)
+        assert reused[0] == 0 and reused[1] > length / 2
