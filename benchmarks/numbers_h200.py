@@ -79,6 +79,7 @@ def rounds_setting(shapes: Shapes) -> str:
         "its text or on how much is accepted. Times are medians from call to result. The floor is the time to read "
         "every weight of target and draft, and keys and values, once, at the bandwidth of a large copy in the same run "
         f"({speeds} TB/s). It leaves out computing, of which a larger batch has more."
+        + "".join(f" {name.upper()}: {report['note']}" for name, report in shapes.items() if "note" in report)
     )
 
 
