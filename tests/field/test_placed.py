@@ -124,6 +124,27 @@ def test_weights_that_are_not_floats(slim, rows, more):
     assert stats.num_accepted > 0 and stats.path == ("plain" if rows == ROWS[:1] and not more else "ragged")
 
 
+@pytest.mark.parametrize("rows,more", BATCHES)
+def test_gguf_blocks_that_stay_packed(rows, more, monkeypatch):
+    """transformers' own layer over raw Q4_1 blocks, without its compiled kernel for few rows."""
+    packed = pytest.importorskip("transformers.integrations.gguf.utils", reason="this transformers unpacks GGUF files")
+    gguf = pytest.importorskip("gguf")
+    if not hasattr(packed, "GgufLinear"):
+        pytest.skip("this transformers unpacks GGUF files")
+    kind = gguf.GGMLQuantizationType.Q4_1
+    monkeypatch.setattr(packed, "MAX_GEMV_ROWS", 0)
+    target = copy.deepcopy(tiny.random_target(layers=3))
+    for module in list(target.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                layer = packed.GgufLinear(child.in_features, child.out_features, int(kind))
+                layer.weight.data = torch.from_numpy(gguf.quants.quantize(child.weight.detach().numpy(), kind))
+                setattr(module, name, layer)
+    for slim in (False, True):
+        stats = equals_plain(target, led(target, slim), rows, more)
+        assert stats.num_accepted > 0 and stats.path == ("plain" if rows == ROWS[:1] and not more else "ragged")
+
+
 def installed(name: str):
     return pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} is not installed")
 
