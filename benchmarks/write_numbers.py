@@ -130,6 +130,26 @@ def soak_section(report: dict) -> list[str]:
     ]
 
 
+def two_gpus_section() -> list[str]:
+    """`benchmarks/two_gpus.py`: one device, two by `device_map`, two by tensor parallelism; none before it was run."""
+    if not (ROOT / "benchmarks" / "two_gpus.json").exists():
+        return []
+    report = load("two_gpus")
+    lines = ["| form | tok/s | path | τ |", "|---|---|---|---|"]
+    for row in report["rows"]:
+        if "tokens_per_s" in row:
+            cells = [row["form"], f"{row['tokens_per_s']:.1f}", row.get("path", ""), f"{row.get('tau', '')}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return [
+        "## Two GPUs",
+        f"A random Qwen3 pair ({report['shape']}) in {report['dtype']}, greedy, {report['prompt_tokens']} prompt "
+        f"tokens, {report['new_tokens']} new ones, on {report['device']} ({versions}). Every form gave the tokens "
+        "of one device, on all ranks. τ is that of a draft that was given the text, so speeds compare the forms.",
+        "\n".join(lines),
+    ]
+
+
 def readme_block(report: dict, pair: dict, shapes: dict[str, dict]) -> str:
     float32 = {**report, "results": [r for r in report["results"] if r["dtype"] == "float32"]}
     parts = [cpu_setting(report), cpu_table(float32, "dspark"), *numbers_h200.readme_parts(pair, shapes)]
@@ -157,6 +177,7 @@ def numbers_page(report: dict, pair: dict, shapes: dict[str, dict], kernels: dic
         kernels_setting(kernels),
         kernels_table(kernels),
         *soak_section(soak),
+        *two_gpus_section(),
     ]
     return "\n\n".join(parts) + "\n"
 
