@@ -98,7 +98,7 @@ def measured_parts(evidence: Evidence) -> dict[str, Any]:
 
 
 def eval_results(evidence: Evidence) -> list[EvalResult]:
-    """τ of every prompt set, for the hub's `model-index`; reports on several drafts are left out."""
+    """τ of every prompt set, for the hub's `model-index`; other drafts that were measured beside it are left out."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -110,7 +110,7 @@ def eval_results(evidence: Evidence) -> list[EvalResult]:
         )
         for report in evidence.reports
         for row in report.rows
-        if row.tau is not None and row.prompts is not None and row.dspark is not None and row.set != results.ALL_SETS
+        if row.tau is not None and row.prompts is not None and row.set != results.ALL_SETS and row.is_own
     ]
 
 

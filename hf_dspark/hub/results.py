@@ -28,6 +28,11 @@ class Row(NamedTuple):
     same_text: str
     acceptance: list[float | None] | None
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the row is about the card's draft, whose rows `eval` calls "dspark"; others are "draft NAME"."""
+        return self.dspark is not None and self.method.startswith("dspark")
+
 
 class Report(NamedTuple):
     """Rows that share a machine and settings, which `setting` says in one sentence. `dtype` without "torch."."""
@@ -61,7 +66,7 @@ def read(paths: Iterable[str | Path]) -> Evidence:
     of the package's benchmark scripts. What a file is shows in its keys.
 
     Raises:
-        ValueError: none of these, or two of a kind of which a card has one.
+        ValueError: none of these, two of a kind of which a card has one, or two of one name.
         OSError: a file cannot be read.
     """
     evidence = Evidence()
@@ -71,6 +76,8 @@ def read(paths: Iterable[str | Path]) -> Evidence:
             values = json.loads(content)
         except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}. Give files that `--json` wrote.") from error
+        if path.name in evidence.files:
+            raise ValueError(f"Two files are called {path.name}: give them names that a reader can tell apart.")
         evidence.files[path.name] = hashlib.sha256(content).hexdigest()
         _sort_in(evidence, path, values if isinstance(values, dict) else {})
     return evidence
@@ -121,14 +128,14 @@ def _versions(values: Mapping[str, Any]) -> str:
 
 
 def _mode(sampling: Mapping[str, Any] | None) -> str:
+    """How tokens were chosen. What was not given came from the target's generation config."""
     if not sampling or not sampling.get("do_sample"):
         return "greedy"
-    return ", ".join([f"T={sampling.get('temperature', 1.0):g}", *_truncation(sampling)])
-
-
-def _truncation(sampling: Mapping[str, Any]) -> list[str]:
-    top_p, top_k = sampling.get("top_p", 1.0), sampling.get("top_k", 0)
-    return ([f"top-p {top_p:g}"] if top_p != 1 else []) + ([f"top-k {top_k}"] if top_k else [])
+    neutral = {"temperature": None, "top_p": 1.0, "top_k": 0}
+    names = {"temperature": "T=", "top_p": "top-p ", "top_k": "top-k "}
+    given = [f"{names[name]}{sampling[name]:g}" for name, off in neutral.items() if sampling.get(name, off) != off]
+    missing = [names[name].strip(" =") for name in neutral if name not in sampling]
+    return ", ".join(given + ([f"default {' and '.join(missing)}"] if missing else []))
 
 
 # ---- one reader for each kind of report

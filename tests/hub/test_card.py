@@ -113,11 +113,13 @@ def test_a_comparison_of_drafts_shows_all_and_claims_none(folder, tmp_path):
 
 
 def test_several_sets_also_have_a_row_of_all(folder, tmp_path):
-    both = dict.fromkeys(("gsm8k", "mt-bench"), EVAL["sets"]["gsm8k"])
+    methods = EVAL["sets"]["gsm8k"]["methods"] | {"draft other": ROW}
+    both = dict.fromkeys(("gsm8k", "mt-bench"), GROUP | {"methods": methods})
     path = tmp_path / "x.json"
     path.write_text(json.dumps(EVAL | {"sets": both, "overall": GROUP | {"methods": {"plain": PLAIN, "dspark": ROW}}}))
     card = ModelCard.load(write_card(folder, [path], target=TARGET))
     assert "| all sets (3) | greedy | dspark | 2.35 |" in card.text
+    assert "| gsm8k (3) | greedy | draft other | 2.35 |" in card.text
     assert [result.dataset_name for result in card.data.eval_results] == ["gsm8k", "mt-bench"]
 
 
@@ -178,9 +180,30 @@ def test_other_files_are_refused(content, message, tmp_path, folder):
         write_card(folder, [path], target=TARGET)
 
 
-def test_two_calibrations_are_refused(folder, files, tmp_path):
+def test_two_calibrations_and_two_files_of_a_name_are_refused(folder, files, tmp_path):
+    other, same = tmp_path / "other.json", tmp_path / "more" / "eval.json"
+    same.parent.mkdir()
+    other.write_text(files[2].read_text())
+    same.write_text(files[0].read_text())
     with pytest.raises(ValueError, match="second file about calibration"):
-        write_card(folder, [files[2], files[2]], target=TARGET)
+        write_card(folder, [files[2], other], target=TARGET)
+    with pytest.raises(ValueError, match="Two files are called eval.json"):
+        write_card(folder, [files[0], same], target=TARGET)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "mode"),
+    [
+        ({"do_sample": False}, "greedy"),
+        ({"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}, "T=1"),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 20}, "T=0.7, top-k 20, default top-p"),
+        ({"do_sample": True}, "default T and top-p and top-k"),
+    ],
+)
+def test_how_tokens_were_chosen_is_told(sampling, mode, folder, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(EVAL | {"settings": EVAL["settings"] | {"sampling": sampling}}))
+    assert f"| gsm8k (3) | {mode} | dspark |" in write_card(folder, [path], target=TARGET).read_text()
 
 
 @pytest.mark.parametrize("target", ["gpt2", "/models/target", "tests/hub"])
