@@ -44,6 +44,7 @@ def pair_setting(report: dict) -> str:
         "Tokens/s are medians over prompts, prefill included; the ratio of ragged path to HF static compiled is one "
         "too. HF eager and the plain path run once, on the first two prompts of a set. The last column "
         "counts equal texts. In bfloat16 near ties fall either way; these differences were not looked into one by one."
+        + (f" This was {report['note']}." if "note" in report else "")
     )
 
 
@@ -232,6 +233,7 @@ def readme_parts(pair: dict | None, shapes: Shapes) -> list[str]:
         setting = (
             f"The same pair on a GPU, {pair['dtype']}, batch 1, greedy, {result['prompts']} prompts of each set, chat "
             f"template, {result['new_tokens']} new tokens. {environment(pair)}."
+            + (f" This was {pair['note']}." if "note" in pair else "")
         )
         parts += [setting, pair_table(pair)]
     if shapes:

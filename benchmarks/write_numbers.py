@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numbers_h200
+import numbers_training
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- numbers:begin -->", "<!-- numbers:end -->"
@@ -173,6 +174,8 @@ def numbers_page(report: dict, pair: dict, shapes: dict[str, dict], kernels: dic
         "different kernels, and where two tokens are nearly tied the choice can flip.",
         near_ties(report),
         *numbers_h200.sections(pair, shapes),
+        *numbers_training.drafts(load("embedded_draft")),
+        *numbers_training.throughput(load("train_h200")),
         "## Kernels of the fast path",
         kernels_setting(kernels),
         kernels_table(kernels),

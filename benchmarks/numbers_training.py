@@ -1,0 +1,54 @@
+"""The parts of docs/numbers.md about drafts and their training; see write_numbers.py."""
+
+from numbers_h200 import environment, table
+
+TRAINED = (
+    "`dspark` is the embedded draft, `dflash` the same without Markov head, trained for as many steps on the same "
+    "texts (`benchmarks/embedded_draft/recipe.sh`); `previous` is the draft that the embedded one replaced. τ is "
+    "committed tokens over rounds of all prompts of a set."
+)
+
+
+def drafts(report: dict) -> list[str]:
+    """τ of the embedded draft beside others, from embedded_draft.json."""
+    rows, means = [], {}
+    for mode in ("greedy", "T=1"):
+        for name, draft in report["drafts"].items():
+            taus = {key: value["tau"] for key, value in draft[mode].items() if isinstance(value, dict)}
+            shape = f"{draft['layers']} layers, rank {draft['markov_rank']}, {draft['bytes'] / 2**20:.1f} MiB"
+            means[mode, name] = draft[mode]["mean_tau"]
+            rows.append([mode, name, shape, *(f"{tau:.2f}" for tau in taus.values()), f"{means[mode, name]:.2f}"])
+    gains = ", ".join(
+        f"{100 * (means[mode, 'dspark'] / means[mode, 'dflash'] - 1):+.1f} % ({mode})" for mode in ("greedy", "T=1")
+    )
+    setting = (
+        f"{environment(report)}, bfloat16, {report['prompts_per_set']} prompts of each set, first turns, the target's "
+        f"chat template, {report['new_tokens']} new tokens. {TRAINED} Mean τ with the Markov head against without: "
+        f"{gains}."
+    )
+    return ["## Drafts of the embedded target", setting, table(["mode", "draft", "shape", *taus, "mean"], rows)]
+
+
+def throughput(report: dict) -> list[str]:
+    """Speed of training by head, from train_h200.json."""
+    env, given = report["environment"], report["settings"]
+    rows = [
+        [
+            result["head"],
+            f"{result['positions_per_second']:,.0f}",
+            f"{1000 * result['seconds_per_step']:.1f}",
+            f"{result['memory_gb']:.1f}",
+            f"{result['milliseconds']['target']:.1f}",
+            f"{result['milliseconds']['objective_with_backward']:.1f}",
+        ]
+        for result in report["results"]
+    ]
+    heads = ["head", "supervised block positions/s", "step, ms", "peak memory, GB", "target, ms", "objective, ms"]
+    return [
+        "## Training",
+        f"One {env['device']}, transformers {env['transformers']}, torch {env['torch']}. Target of SmolLM2-135M's "
+        f"shape with random weights, draft of 2 layers, {given['batch_size']} texts of {given['length']} tokens, "
+        f"{given['num_anchors']} blocks of 7 each; target's forward, draft, loss, backward, AdamW. Target and "
+        "objective are timed alone.",
+        table(heads, rows),
+    ]
