@@ -15,6 +15,7 @@ INDEX = "model.safetensors.index.json"
 # What `hub.add_loader` writes into a config beside a file of that name, for `trust_remote_code=True`.
 LOADER = "modeling_dspark.py"
 AUTO_MAP = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "modeling_dspark.DSparkForCausalLM")
+MAX_HEADER = 2**23
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -132,6 +133,13 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
+    with path.open("rb") as start:
+        size = int.from_bytes(start.read(8), "little")
+    # Within the file a claim is read as a whole by safetensors, which takes up to 100 MB.
+    if MAX_HEADER < size < path.stat().st_size:
+        raise ValueError(
+            f"{path} claims a header of {size} bytes; those of drafts are small. It is damaged or made up."
+        )
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

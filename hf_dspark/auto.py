@@ -94,24 +94,23 @@ def _guard_configs() -> None:
     if hasattr(original, MARK):
         return
 
-    def read(path: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        unrelated = ("trust_remote_code", "code_revision", "return_unused_kwargs")
-        hub = {key: value for key, value in kwargs.items() if key not in unrelated}
-        return PreTrainedConfig.get_config_dict(path, **hub)[0]
+    def read(path: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """config.json, and the arguments that do not say where it is."""
+        given = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
+        return PreTrainedConfig.get_config_dict(path, **given)
 
     @functools.wraps(original)
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        if kwargs.get("trust_remote_code") and formats.is_named_draft(read(pretrained_model_name_or_path, kwargs)):
+        if kwargs.get("trust_remote_code") and formats.is_named_draft(read(pretrained_model_name_or_path, kwargs)[0]):
             kwargs["trust_remote_code"] = False
         try:
             return original(cls, pretrained_model_name_or_path, **kwargs)
         except (ValueError, KeyError):
-            raw = read(pretrained_model_name_or_path, kwargs)
+            raw, unused = read(pretrained_model_name_or_path, kwargs)
             if not formats.is_named_draft(raw):
                 raise
         names = (*formats.DRAFT_KEYS, *formats.OVERRIDES, "architectures", "speculators_model_type")
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("trust_remote_code", "code_revision")}
-        return DraftFileConfig.from_dict({name: raw[name] for name in names if name in raw}, **kwargs)
+        return DraftFileConfig.from_dict({name: raw[name] for name in names if name in raw}, **unused)
 
     setattr(from_pretrained, MARK, True)
     AutoConfig.from_pretrained = classmethod(from_pretrained)

@@ -1,5 +1,6 @@
 """What the tests of generate() assert again and again."""
 
+import pytest
 import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -115,6 +116,17 @@ def same_outputs(found, expected):
             for x, y in zip(*((a, b) if isinstance(b, tuple) else ((a,), (b,))), strict=True):
                 assert x.shape == y.shape and x.dtype == y.dtype, (name, step)
                 torch.testing.assert_close(x, y, atol=2e-4, rtol=2e-4, msg=lambda m, at=(name, step): f"{at}: {m}")
+
+
+def refused(target, draft, ids, *words, **options) -> str:
+    """One ValueError with these words, before any forward of the target; returns the message."""
+    with CallCounter(target) as calls, pytest.raises(ValueError) as error:
+        generate(target, draft, ids, **options)
+    assert not calls.shapes
+    message = str(error.value)
+    for word in words:
+        assert str(word) in message, message
+    return message
 
 
 # ---- batches on the ragged path

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
+from family_files import specforge_files, speculators_files, torchspec_files, zlab_files
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import auto_factory
@@ -58,6 +59,52 @@ def test_the_packages_own_model_type(auto_class, tmp_path):
     config.save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), DSparkConfig)
     assert type(auto_class.from_pretrained(tmp_path)) is DSparkForCausalLM
+
+
+# ---- other families
+
+
+NAMED = {
+    "speculators": lambda *files: speculators_files(*files),
+    "speculators without a name": lambda *files: speculators_files(*files, architectures=None),
+    "speculators with a model type": lambda *files: speculators_files(*files, model_type="llama", architectures=None),
+    "SpecForge": lambda *files: specforge_files(*files),
+    "LFM2.5": lambda *files: specforge_files(*files, architectures=["Lfm2DSparkDraftModel"]),
+    "TorchSpec": lambda *files: torchspec_files(*files, block_size=4),
+    "TorchSpec without a model type": lambda *files: torchspec_files(*files, block_size=4, model_type=None),
+    "z-lab": lambda *files: zlab_files(*files),
+    "z-lab for another target": lambda *files: zlab_files(*files, model_type="llama"),
+}
+
+
+@pytest.mark.parametrize("auto_class", AUTOS)
+@pytest.mark.parametrize("name", NAMED)
+def test_other_families_are_claimed_by_name(auto_class, name, tmp_path, modules_cache):
+    dflash = {"rank": 0, "confidence": None} if name.startswith("z-lab") else {}
+    config = draft_config(**dflash)
+    folder = write_draft(tmp_path / "draft", *NAMED[name](config, draft_tensors(config)))
+    for trust in (None, True):
+        add_code(folder, tmp_path / "ran")
+        draft = auto_class.from_pretrained(folder, trust_remote_code=trust, dtype=torch.bfloat16)
+        assert isinstance(draft, DSparkForCausalLM) and draft.dtype == torch.bfloat16
+    assert not (tmp_path / "ran").exists()
+    layout = draft.config.sample_from_anchor
+    other = auto_class.from_pretrained(folder, sample_from_anchor=not layout, mask_token_id=5)
+    assert other.config.sample_from_anchor is not layout and other.config.mask_token_id == 5
+
+
+def test_a_block_size_reaches_a_file_that_has_none(tmp_path):
+    config = draft_config()
+    folder = write_draft(tmp_path, *torchspec_files(config, draft_tensors(config)))
+    assert AutoModel.from_pretrained(folder, block_size=6).config.num_draft_tokens == 6
+    with pytest.raises(ValueError, match="block_size"):
+        AutoModel.from_pretrained(folder)
+
+
+def test_unknown_model_types_without_a_drafts_name_fail_as_before(tmp_path):
+    config = draft_config() | {"model_type": "no_such_model", "architectures": ["NoSuchModel"]}
+    with pytest.raises(ValueError, match="no_such_model"):
+        AutoModel.from_pretrained(write_draft(tmp_path, config, draft_tensors(config)))
 
 
 # ---- everything else is as before

@@ -103,6 +103,27 @@ def test_a_header_that_is_garbage(folder, content):
         open_checkpoint(folder)
 
 
+def test_a_bogus_header_of_100_mb_is_refused_before_it_is_read(folder):
+    """In a process of its own, whose largest size shows what was read."""
+    path = folder / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((99_000_000).to_bytes(8, "little") + b'{"a":' + b" " * 100)
+        file.truncate(100_000_100)
+    script = (
+        "import resource, sys\n"
+        "from hf_dspark._hub_files import read_headers\n"
+        "from pathlib import Path\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\n"
+        f"try: read_headers(Path({str(folder)!r}))\n"
+        "except ValueError as error: print(error)\n"
+        "print(peak() - before)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    message, grown = run.stdout.strip().rsplit("\n", 1)
+    assert "claims a header of 99000000 bytes" in message and int(grown) < 10_000, run.stdout + run.stderr
+
+
 def test_a_damaged_shard_is_named(folder):
     file = sorted(set(shard(folder).values()))[1]
     (folder / file).write_bytes((folder / file).read_bytes()[:-10])

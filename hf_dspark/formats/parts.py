@@ -149,10 +149,14 @@ def block(keys: Keys, default: bool, why: str) -> dict[str, Any]:
     size = keys.get("block_size", "size", nested=True)
     override = keys.overrides.get("sample_from_anchor")
     layout, file = default, keys.without_overrides()
-    for name in ("shift_label", "query_zero_predicts_next", "sample_from_anchor"):
-        stated = file.get(name, "flag", None, nested=True)
-        if stated is not None:
-            layout, why = stated, f"the file says `{name}: {str(stated).lower()}`"
+    names = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
+    found = {name: file.get(name, "flag", None, nested=True) for name in names}
+    stated = {name: value for name, value in found.items() if value is not None}
+    if stated:
+        layout = next(iter(stated.values()))
+        said = [f"`{name}: {str(value).lower()}`" for name, value in stated.items()]
+        contradicted = len(set(stated.values())) > 1
+        why = f"the file says {said[0]}{f', which comes before {listing(said[1:])}' if contradicted else ''}"
     stated_layout = layout
     if override is not None:
         if not isinstance(override, bool):

@@ -104,7 +104,10 @@ def _layout(keys: Keys) -> tuple[bool, str]:
     """The layout of a file that has no key for it: the number of proposed tokens is a hint."""
     size, methods = keys.get("block_size", "size"), keys.get("speculators_config", "table", {}).get("proposal_methods")
     methods = methods if isinstance(methods, list) and methods and isinstance(methods[0], dict) else [{}]
-    if methods[0].get("speculative_tokens") == size:
+    tokens, stated = methods[0].get("speculative_tokens"), keys.find("sample_from_anchor")[0]
+    if stated is not None and tokens in (size, size - 1) and (tokens == size) is not stated:
+        keys.note("speculative_tokens", f"{tokens} of {size} slots, the other layout: only a hint, the key counts")
+    if tokens == size:
         return True, f"`speculative_tokens` is {size}, as many as slots, and no `sample_from_anchor` in the file"
     return False, "speculators files without `sample_from_anchor` come from trainers that left slot 0 out"
 

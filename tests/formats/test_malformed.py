@@ -8,16 +8,23 @@ import tempfile
 from pathlib import Path
 
 import torch
+from family_files import muse_files, some_ids, specforge_files, speculators_files, torchspec_files, zlab_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny
 from deepspec_files import draft, gemma4_files, info
 from hf_dspark import DSparkForCausalLM
-from hf_dspark.formats import detect, foreign_config, own
+from hf_dspark.formats import detect, foreign_config, own, speculators
 from hf_dspark.formats.parts import check_sizes
 
 FILES = [draft(), draft(head="rnn", layers=2), draft(rank=0, confidence=None), gemma4_files()]
+DFLASH = draft(rank=0, confidence=None)
+FOREIGN = [
+    speculators_files(*draft(), some_ids()), zlab_files(*DFLASH), specforge_files(*draft()), muse_files(*DFLASH),
+    torchspec_files(*draft(), block_size=4),
+]  # fmt: skip
+FOREIGN_KEYS = sorted({key for config, _ in FOREIGN for key in config}) + ["layer_types", "is_causal", "sliding_window"]
 KEYS = sorted({key for config, _ in FILES for key in config}) + [
     "rope_theta", "rope_scaling", "partial_rotary_factor", "dflash_config", "text_config", "sample_from_anchor",
     "confidence_temperatures", "target_hidden_size", "per_layer_config", "mrope_section", "is_neox_style", "auto_map",
@@ -60,8 +67,24 @@ def test_random_keys(files, changed, removed):
     succeeds_or_raises_value_error(config, info(tensors))
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(FOREIGN),
+    st.dictionaries(st.sampled_from(FOREIGN_KEYS), values, max_size=3),
+    st.sampled_from([*speculators.DRAFT_KEYS, "hidden_size", "layer_types", "rope_parameters", "model_type"]),
+    values,
+)
+def test_random_keys_of_other_families(files, changed, key, value):
+    config, tensors = files
+    config = config | changed
+    for nest in ("transformer_layer_config", "dflash_config"):
+        if isinstance(config.get(nest), dict):
+            config[nest] = config[nest] | {key: value}
+    succeeds_or_raises_value_error(config, info(tensors))
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(FILES), st.data())
+@given(st.sampled_from(FILES + FOREIGN), st.data())
 def test_random_shapes(files, data):
     config, tensors = files[0], info(files[1])
     name = data.draw(st.sampled_from(sorted(tensors)))

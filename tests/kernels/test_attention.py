@@ -54,6 +54,15 @@ def test_random_rows(device, seed):
     compare(case(device, counts, heads, head_dim, size, dtype, padding=random.choice([0, 3])), 5, **options)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_windows_that_count_back_from_elsewhere(device, seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    arguments = case(device, [4, 0, 3], ((4, 2), (6, 2))[seed % 2], 32, 150, padding=2)
+    origins = arguments[4] - torch.randint(0, 6, arguments[4].shape, device=device).int()
+    compare(arguments, 4, window=(1, 7, 40, 100)[seed], origins=origins)
+
+
 def test_window_one_and_limit_zero(device):
     query, keys, values, starts, _ = case(device, [4], (2, 1), 32, 90)
     keys, values = torch.randn_like(keys), torch.randn_like(values)
