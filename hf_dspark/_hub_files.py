@@ -16,6 +16,7 @@ INDEX = "model.safetensors.index.json"
 LOADER = "modeling_dspark.py"
 AUTO_MAP = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "modeling_dspark.DSparkForCausalLM")
 MAX_HEADER = 2**23
+GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -53,7 +54,8 @@ def resolve_folder(
     if not name:
         raise ValueError(f"Give a folder or a repository id, got {path_or_id!r}.")
     if os.path.isfile(name):
-        raise ValueError(f"{name} is a file. Give the folder that holds it and its config.json.")
+        gguf = " GGUF files are not read: take the safetensors checkpoint it was made from." if GGUF in name else ""
+        raise ValueError(f"{name} is a file. Give the folder that holds it and its config.json.{gguf}")
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     if os.path.isdir(name):
         folder = Path(name)
@@ -91,7 +93,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: it is missing or not a JSON object.
     """
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json. Give the folder of a DSpark checkpoint.")
+        found = " It holds GGUF files, which are not read: take the safetensors checkpoint they were made from."
+        gguf = found if any(GGUF in path.name for path in folder.iterdir()) else ""
+        raise ValueError(f"{folder} has no config.json. Give the folder of a DSpark checkpoint.{gguf}")
     return _read_json(folder / "config.json")
 
 
@@ -159,7 +163,7 @@ def _no_weights(folder: Path) -> str:
             f"{folder} holds only pickle files ({listing(pickles)}), which can run code and are never opened. Convert "
             "them: `safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')`."
         )
-    if any(file.endswith(".gguf") for file in files):
+    if any(GGUF in file for file in files):
         return f"{folder} holds GGUF files. Use the safetensors checkpoint that they were made from."
     return f"{folder} has neither {WEIGHTS} nor {INDEX} (found: {listing(files) or 'nothing'})."
 

@@ -68,6 +68,8 @@ def open_checkpoint(path_or_id: str | os.PathLike, **kwargs: Any) -> Checkpoint:
     raw = read_raw(path_or_id, **kwargs)
     refuse_other_families(raw, ())
     if not _may_be_draft(raw):
+        if os.path.isdir(path_or_id):  # a draft of another family, whatever it calls itself
+            refuse_other_families(raw, read_headers(resolve_folder(path_or_id, **kwargs)))
         raise ValueError(_not_a_draft(path_or_id, raw))
     folder = resolve_folder(path_or_id, **kwargs)
     raw = read_config(folder)  # again, in case the repository has moved on in between

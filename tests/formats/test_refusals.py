@@ -59,6 +59,33 @@ def test_families_known_by_their_tensors(tmp_path, name, message):
     refused(write_draft(tmp_path, config, tensors | {name: torch.ones(2)}), f"{message}.*{name}")
 
 
+@pytest.mark.parametrize("names", [{}, {"architectures": ["Qwen3DSparkModel"]}, {"architectures": ["SomethingElse"]}])
+def test_eagle_3_is_known_whatever_it_calls_itself(tmp_path, names):
+    """One `midlayer` and no list of taps."""
+    config, tensors = draft()
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "draft_vocab_size": 24} | names
+    layer = {"midlayer." + name.removeprefix("layers.0."): tensors[name] for name in tensors if "layers.0." in name}
+    folder = write_draft(tmp_path, config, layer | {"fc.weight": torch.ones(64, 192), "norm.weight": torch.ones(64)})
+    refused(folder, "EAGLE-3.*midlayer.*no list of taps.*run it with vLLM")
+
+
+def test_gguf_is_named(tmp_path):
+    (tmp_path / "draft.gguf").write_bytes(b"GGUF")
+    refused(tmp_path, "no config.json.*GGUF.*safetensors")
+    refused(tmp_path / "draft.gguf", "is a file.*GGUF.*safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(draft()[0]))
+    refused(tmp_path, "GGUF.*safetensors")
+
+
+def test_mlx_repacks_are_named(tmp_path):
+    config, tensors = draft()
+    stored = tensors | {
+        "layers.0.mlp.up_proj.scales": torch.ones(48, 2),
+        "layers.0.mlp.up_proj.biases": torch.ones(48, 2),
+    }
+    refused(write_draft(tmp_path, config | {"quantization": {"bits": 4}}, stored), "MLX repack.*unquantised")
+
+
 def test_converted_specforge_files_under_deepspecs_name_are_read(tmp_path):
     config, tensors = draft()
     moved = {"mask_token_id": config["mask_token_id"], "projector_type": "dspark"}

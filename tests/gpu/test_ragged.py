@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from family_files import some_ids, speculators_files
 
 import hf_dspark
 import tiny
@@ -14,12 +15,25 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+
+
+def guided(**settings):
+    return tiny.guided_files(tiny.one_hot_table(tiny.NEXT, 3.0), **settings)
+
+
 DRAFTS = {
     "full": lambda target: tiny.perm_draft(),
     "never": lambda target: tiny.bad_draft(),
     "scripted": lambda target: tiny.scripted_draft([0, 1, 2, 3, 4], 5),
     "random": tiny.random_draft,
     "rnn": lambda target: tiny.random_draft(target, head="rnn"),
+    "reduced vocabulary": lambda target: tiny.load_draft(*speculators_files(*guided(), some_ids(40))),
+    "windows": lambda target: tiny.load_draft(*speculators_files(*guided(), layers=SLIDING)),
+    "windows, both ways": lambda target: tiny.load_draft(
+        *speculators_files(*guided(), layers=SLIDING, sliding_window_non_causal=True)
+    ),
+    "interleaved": lambda target: tiny.load_draft(*guided(rope_is_neox_style=False)),
 }
 FAST_PATHS = {
     "whole": FastPath(),
@@ -63,8 +77,9 @@ def test_greedy_tokens_equal_plain(family, fast_path):
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "temperature": 0.7}, {"min_p": 0.1}, {}])
-def test_recorded_samples_equal_uncaptured_ones(options):
-    target, draft = pair("qwen3", "random")
+@pytest.mark.parametrize("name", ["random", "reduced vocabulary", "windows"])
+def test_recorded_samples_equal_uncaptured_ones(options, name):
+    target, draft = pair("qwen3", name)
     ids, mask = padded_batch(random.Random(0), 3)
     texts = []
     for fast_path in FAST_PATHS.values():
