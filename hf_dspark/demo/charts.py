@@ -10,6 +10,7 @@ from .html import number, text
 
 WIDTH, HEIGHT = 440, 220
 LEFT, RIGHT, TOP, BOTTOM = 40, 10, 12, 38
+STEPS = 5  # of the vertical axis
 
 Points = Sequence[tuple[float, float]]
 
@@ -20,11 +21,11 @@ class Axes:
     def __init__(self, title: str, xlabel: str, xlim: tuple[float, float], ylim: tuple[float, float]):
         self.title, self.xlim, self.ylim = title, xlim, ylim
         self.parts: list[str] = []
-        for i in range(5):
-            value = ylim[0] + (ylim[1] - ylim[0]) * i / 4
+        for i in range(STEPS + 1):
+            value = ylim[0] + (ylim[1] - ylim[0]) * i / STEPS
             y = self.y(value)
             self.parts.append(f'<line class="ds-grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-            self.label(LEFT - 6, y + 4, f"{value:g}" if ylim[1] > 1 else f"{value:.2f}", "end")
+            self.label(LEFT - 6, y + 4, f"{value:.3g}", "end")
         self.label((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 4, xlabel, "middle")
 
     def x(self, value: float) -> float:
@@ -103,8 +104,8 @@ def tau_over_time(stats: SpeculationStats) -> str:
     """Tokens of each round, and τ up to it."""
     tokens = [r.num_committed for r in stats.rounds]
     means = [total / n for n, total in enumerate(accumulate(tokens), 1)]
-    high = max(4, *tokens) if tokens else 4
-    axes = Axes("τ over time", "round", (0.5, len(tokens) + 0.5), (0, high + -high % 4))
+    high = max(STEPS, *tokens) if tokens else STEPS
+    axes = Axes("τ over time", "round", (0.5, len(tokens) + 0.5), (0, high + -high % STEPS))
     step = max(1, -(-len(tokens) // 8))
     axes.ticks(range(1, len(tokens) + 1, step))
     axes.dots(list(enumerate(tokens, 1)), "accepted", radius=2.5)
@@ -130,9 +131,9 @@ def calibration(report: Mapping[str, Any] | None) -> str:
     for j, pair in enumerate(zip(before, after, strict=True), 1):
         axes.bar(j - 0.18, pair[0], 0.32, "rejected")
         axes.bar(j + 0.18, pair[1], 0.32, "accepted")
-    said = f"mean {number(report['ece_before'], 4)} before, {number(report['ece_after'], 4)} after"
+    said = f"{number(report['ece_before'], 4)} before, {number(report['ece_after'], 4)} after"
     keys = {"rejected": "T<sub>k</sub> = 1", "accepted": "with temperatures (STS)"}
-    figures = axes.figure(f"Calibration error: {said}", keys)
+    figures = axes.figure(f"Calibration error, mean over positions: {said}", keys)
     temperatures = ", ".join(f"{t:.2f}" for t in report["temperatures"])
     notes = "".join(f"<li>{text(note)}</li>" for note in report.get("notes", []))
     if report.get("reliability"):

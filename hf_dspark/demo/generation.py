@@ -51,7 +51,7 @@ class Collector(BaseStreamer):
 
 
 class Generation:
-    """One answer in a thread of its own. `answer()` may be called at any time from any thread.
+    """One answer in a thread of its own; one other thread may read it with `answer()` at any time.
 
     Args:
         models: the pair.

@@ -74,6 +74,7 @@ def build(models: Models, *, title: str, calibration: Mapping[str, Any] | None =
         gr.HTML(HEADER.format(title=html.text(title)), elem_id="ds-header")
         with gr.Row(elem_id="ds-page"):
             with gr.Column(scale=2, min_width=240, elem_id="ds-settings"):
+                gr.HTML("<h2>Settings</h2>", elem_classes="ds-pane")
                 controls = _controls(models)
             with gr.Column(scale=9, min_width=320), gr.Tabs():
                 with gr.Tab("Chat", id="chat"):

@@ -418,7 +418,6 @@ def test_the_embedded_pair(chromium, embedded):
         visitor.page.locator("#ds-past .ds-correction").nth(3).click()
         visitor.picture("demo")
         visitor.page.get_by_role("tab", name="Charts").click()
-        visitor.picture("demo-charts")
         visitor.page.get_by_role("tab", name="Calibration").click()
         assert "4157 rounds" in visitor.page.locator("#ds-calibration").inner_text()
 
@@ -440,4 +439,3 @@ def test_the_embedded_pair_side_by_side(chromium, embedded):
         visitor.page.click("#ds-compare")
         assert float(visitor.stat("speedup", "#ds-speedup")) > 0
         assert visitor.stat("same", "#ds-speedup") == "the same text"
-        visitor.picture("demo-side-by-side")
