@@ -74,6 +74,7 @@ class DraftContext:
     Attributes:
         window: `None` to keep all tokens.
         length: tokens that it has seen.
+        end: the position behind the last of them; larger than `length` where tokens were cached without the draft.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class DraftContext:
             self.values = torch.empty(shape, device=device, dtype=dtype)
         check_window(config, window)
         self.window = window
-        self.length = self._dropped = 0
+        self.length = self.end = self._dropped = 0
 
     @property
     def held(self) -> int:
@@ -117,6 +118,7 @@ class DraftContext:
         for i, (layer, states) in enumerate(zip(layers, projected.chunk(len(layers), dim=-1), strict=True)):
             self.write(i, *layer.self_attn.keys_values(states, rope))
         self.length += added
+        self.end += added
         self._dropped += added - kept
 
     def _slide(self, window: ContextWindow, projected: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, Rope]:
@@ -139,12 +141,12 @@ class DraftContext:
     def layer(self, index: int) -> "DraftContextLayer":
         return DraftContextLayer(self, index)
 
-    def crop(self, length: int) -> None:
-        """Forget tokens past `length`; what a window has dropped before it does not come back."""
-        length = min(self.length, length)
+    def crop(self, end: int) -> None:
+        """Forget tokens from position `end` on; what a window has dropped before it does not come back."""
+        length = max(0, self.length - max(0, self.end - end))
         sinks = 0 if self.window is None else min(self.window.sinks, length)
         self._dropped = length - max(sinks, length - self._dropped)
-        self.length = length
+        self.length, self.end = length, min(self.end, end)
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Put keys and values [B, kv_heads, n, head_dim] of one layer behind the last token; returns where they end."""

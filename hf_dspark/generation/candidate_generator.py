@@ -70,6 +70,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if features.shape[1]:
             positions = torch.arange(position, position + features.shape[1]).unsqueeze(0)
             self.draft.append_context(self.context, features, positions)
+            self.context.end = position + features.shape[1]
 
     @torch.no_grad()
     def propose(self, input_ids: torch.Tensor, position: int, limit: int | None = None) -> Proposal:

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteriaList
 
 import checks
+import hf_dspark
 import oracle
 import tiny
 from hf_dspark._compat import CACHE_KEY
@@ -164,6 +165,30 @@ def test_a_cache_that_was_cropped_or_changed_by_others_gives_the_right_text():
     longer = expected + [3, 4, 5]
     last, stats = checks.generate(target, draft, longer, **{CACHE_KEY: again[CACHE_KEY]})
     assert last.tolist() == checks.plain(target, longer).tolist()
+
+
+@pytest.mark.parametrize("window", [None, (2, 5)])
+def test_a_cache_that_the_draft_has_seen_in_part_and_is_cut_back(window):
+    """The first tokens were cached without the draft; after the cut it sees none of those that were taken away."""
+    target = tiny.random_target(layers=3)
+    text, draft, slow = led(target)
+    draft.context_window = window and hf_dspark.ContextWindow(*window)
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(checks.tensor(PROMPT[:4]), use_cache=True, **{CACHE_KEY: cache})
+    checks.generate(target, draft, PROMPT, **{CACHE_KEY: cache})
+    cache.crop(12 - cache.get_seq_length())
+    edited = [*text[:12], 50, 51]
+    expected = checks.plain(target, edited)[0].tolist()
+    _, stats = checks.generate(target, draft, edited, **{CACHE_KEY: cache})
+    sinks, recent = window or (0, 99)
+    # The window had moved to the end of the text; of its tokens only the sinks are left.
+    left = range(4, 12) if window is None else range(4, 4 + sinks)
+    slow.seen = lambda length: torch.tensor(
+        [*left[:sinks], *[i for i in [*left[sinks:], *range(12, length)] if i >= length - recent]], dtype=torch.long
+    )
+    checks.rounds_match(stats, slow, target, expected)
+    assert ("the draft has not seen" in stats.reason) and stats.num_reused == 12
 
 
 def test_a_cache_from_another_draft_is_no_context():
