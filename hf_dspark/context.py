@@ -49,6 +49,11 @@ def check_window(config: DSparkConfig, window: ContextWindow | None) -> None:
         raise ValueError("`draft.context_window` is for drafts with full attention; layers of this one have windows.")
 
 
+def common_length(one: list, other: list) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 class ContextLayer(Protocol):
     """What one draft layer sees of a context."""
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import ModelOutput, logging
 
 from ._compat import CACHE_KEY
-from .generation.engine import common_length
+from .context import common_length
 from .generation.options import KEEPS_ROWS
 from .modeling_dspark import DSparkForCausalLM
 

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation.engine import common_length
+from hf_dspark.context import common_length
 
 CASES, CHUNK = 60, 10
 TARGETS = (

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..context import common_length
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import Proposer
 from ..scheduling.cost_model import CostModel
@@ -283,11 +284,6 @@ class Engine:
 def whole_slots(length: int) -> int:
     """Slots of a row that is to hold `length` tokens."""
     return -(-max(length, FIRST_SLOTS) // STEP) * STEP
-
-
-def common_length(one: list, other: list) -> int:
-    """Length of the longest common prefix."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def pack(lengths: list[int], chunk: int, starts: list[int] | None = None) -> list[list[tuple[int, int, int]]]:

@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .._compat import CACHE_KEY
+from ..context import common_length
 from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import draw
 from ..target import context_features
@@ -83,6 +84,7 @@ class PlainLoop:
         self.attentions: tuple | None = () if keeps and generation_config.output_attentions else None
         self.cache = TargetCache(model_kwargs[CACHE_KEY], target.config.get_text_config(decoder=True))
         self.position = self._columns = 0
+        self._prompt = self._real_ids()
         self._last = ModelOutput()
         self._fed: dict[str, Any] = {}
         wanted = generation_config.output_hidden_states
@@ -98,7 +100,8 @@ class PlainLoop:
             self._catch_up()
         finally:
             self.cache.close()
-            self.cache.keep_draft_context(self.draft, self.generator.context)
+            text = None if self._prompt is None else self._prompt + self.transcript.tokens
+            self.cache.keep_draft_context(self.draft, self.generator.context, text)
         if self.streamer is not None:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
@@ -149,6 +152,13 @@ class PlainLoop:
             length = len(self.transcript) + room + self.draft.config.block_size
             self.generator.context.reserve(length - self.generator.context.length)
 
+    def _real_ids(self) -> list[int] | None:
+        """The prompt without padding; `None` where the caller gave embeddings, or only what follows a cache."""
+        mask, ids = self.kwargs.get("attention_mask"), self.transcript.ids
+        if self.kwargs.get("inputs_embeds") is not None or (mask is not None and mask.shape != ids.shape):
+            return None
+        return (ids[0] if mask is None else ids[0, mask[0].bool().to(ids.device)]).tolist()
+
     def _read(self, outputs: ModelOutput) -> None:
         """Hand a chunk of the prompt to the draft at once, so that features of one chunk only are in memory."""
         features = context_features(outputs, self.draft.config.target_layer_ids)
@@ -166,9 +176,12 @@ class PlainLoop:
         """Take up the draft's context where an earlier call with this cache left it."""
         if past == 0:
             return
-        context = self.cache.draft_context(self.draft)
+        context, text = self.cache.draft_context(self.draft)
         if context is not None:
-            context.crop(past)
+            known = past
+            if text is not None and self._prompt is not None:  # others may have put another text into the cache
+                known = common_length(text, self._prompt[:past])
+            context.crop(known)
             self.generator.context = context
         unseen = past - self.generator.context.length
         if unseen:

@@ -74,13 +74,16 @@ class TargetCache:
         window = self._windows[index] if index < len(self._windows) else None
         return attention[:, :, query : query + 1, max(0, end - window) if window else 0 : end]
 
-    def draft_context(self, draft: DSparkForCausalLM) -> DraftContext | None:
-        """The context that an earlier call of this draft left with the cache (copies of a cache carry it along)."""
-        owner, context = getattr(self.cache, "_dspark_context", (None, None))
+    def draft_context(self, draft: DSparkForCausalLM) -> tuple[DraftContext | None, list[int] | None]:
+        """The context that an earlier call of this draft left with the cache, and its text if it is known.
+
+        Copies of a cache carry both along.
+        """
+        owner, context, text = getattr(self.cache, "_dspark_context", (None, None, None))
         if context is None or owner != draft.context_owner.key:
-            return None
+            return None, None
         wanted = draft.dtype, draft.device, draft.context_window
-        return context if (context.dtype, context.device, context.window) == wanted else None
+        return (context, text) if (context.dtype, context.device, context.window) == wanted else (None, None)
 
     def close(self) -> None:
         """End of the call, also by an exception: no unverified token stays, and layers drop old states again."""
@@ -96,6 +99,6 @@ class TargetCache:
         for layer in self._recording:
             layer.record_past = False
 
-    def keep_draft_context(self, draft: DSparkForCausalLM, context: DraftContext) -> None:
-        """Leave the draft's context with the cache, for the next turn."""
-        self.cache._dspark_context = (draft.context_owner.key, context)
+    def keep_draft_context(self, draft: DSparkForCausalLM, context: DraftContext, text: list[int] | None) -> None:
+        """Leave the draft's context with the cache, for the next turn; `text` holds the ids of the real tokens."""
+        self.cache._dspark_context = (draft.context_owner.key, context, text)

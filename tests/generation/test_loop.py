@@ -191,6 +191,23 @@ def test_a_cache_that_the_draft_has_seen_in_part_and_is_cut_back(window):
     assert ("the draft has not seen" in stats.reason) and stats.num_reused == 12
 
 
+def test_a_text_that_others_have_replaced_in_a_cache_is_no_context():
+    """Cut back and filled again without the draft: what the draft remembers of the old text is gone."""
+    target = tiny.random_target(layers=3)
+    text, draft, slow = led(target)
+    output, _ = checks.generate(target, draft, PROMPT, return_dict_in_generate=True)
+    cache = output[CACHE_KEY]
+    cache.crop(9 - cache.get_seq_length())
+    other = [*text[:9], 50, 51, 52]
+    with torch.no_grad():
+        target(checks.tensor(other[9:]), use_cache=True, **{CACHE_KEY: cache})
+    expected = checks.plain(target, [*other, 53])[0].tolist()
+    found, stats = checks.generate(target, draft, [*other, 53], **{CACHE_KEY: cache})
+    assert found[0].tolist() == expected and "holds 3 tokens that the draft has not seen" in stats.reason
+    slow.seen = lambda length: torch.tensor([i for i in range(length) if i not in (9, 10, 11)])
+    checks.rounds_match(stats, slow, target, expected)
+
+
 def test_a_cache_from_another_draft_is_no_context():
     target = tiny.random_target(layers=3)
     text, draft, slow = led(target)
