@@ -8,8 +8,14 @@ except ModuleNotFoundError as error:
     raise ImportError("This model is a DSpark draft, which needs a package: run `pip install hf-dspark`.") from error
 
 
-class DSparkForCausalLM(hf_dspark.DSparkForCausalLM):
+class DSparkForCausalLM:
+    """Gives the package's own class: a draft is the same thing however it was loaded. Not a model itself, because the
+    Auto classes compare a model's `config_class` with the config, which is that of the target's family."""
+
     @classmethod
     def from_pretrained(cls, *args, **kwargs):
-        """The package's own class: a draft is the same thing however it was loaded."""
         return hf_dspark.DSparkForCausalLM.from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Called by the Auto classes; this file need not be copied when the draft is saved."""
