@@ -22,7 +22,7 @@ from .configuration_dspark import DSparkConfig
 from .context import Context
 from .heads import MARKOV_HEADS, ConfidenceHead
 from .layers import DSparkLayer, DSparkRotaryEmbedding
-from .target import TargetVocabulary, share_vocabulary
+from .target import TargetVocabulary, fit_vocabulary, share_vocabulary
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
@@ -383,20 +383,3 @@ def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
         and linear.weight.device.type != "meta"
         and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
     )
-
-
-def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut or pad (with -inf) the last axis to `size`: vocabularies of a pair may differ by padding rows. 0: as is."""
-    return spread(logits, None, size, float("-inf")) if size else logits
-
-
-def spread(values: torch.Tensor, ids: torch.Tensor | None, size: int, fill: float) -> torch.Tensor:
-    """Values [..., V_draft] of the tokens `ids` on the whole vocabulary [..., size], `fill` elsewhere.
-
-    `ids` None: of the first tokens. Ids behind `size` are left out.
-    """
-    if ids is None:
-        missing = size - values.shape[-1]
-        return values[..., :size] if missing <= 0 else F.pad(values, (0, missing), value=fill)
-    whole = values.new_full((*values.shape[:-1], size + 1), fill)
-    return whole.index_copy_(-1, ids.clamp(max=size), values)[..., :size]

@@ -12,9 +12,9 @@ from .compiling import compiled
 from .context import Context, DraftContext
 from .generation.logits_process import MarkovLogitsProcessor
 from .heads import VanillaMarkovHead
-from .modeling_dspark import BackboneOutput, DSparkForCausalLM, spread
+from .modeling_dspark import BackboneOutput, DSparkForCausalLM
 from .sampling import draw, usable
-from .target import TargetVocabulary
+from .target import TargetVocabulary, spread
 
 # (ids so far [B, t], logits of the slot [B, V]) -> (processed scores [B, V], chosen ids [B])
 Choose = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""What a draft takes from its target: tapped hidden states, embeddings and head; and the checks that the two fit."""
+"""What a draft takes from its target: tapped hidden states, embeddings and head; and how the two are made to fit."""
 
 from typing import Any, NamedTuple
 
@@ -178,3 +178,20 @@ def share_vocabulary(config: DSparkConfig, target: nn.Module) -> TargetVocabular
         device=target.device,
         dtype=target.dtype,
     )
+
+
+def fit_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """Cut or pad (with -inf) the last axis to `size`: vocabularies of a pair may differ by padding rows. 0: as is."""
+    return spread(logits, None, size, float("-inf")) if size else logits
+
+
+def spread(values: torch.Tensor, ids: torch.Tensor | None, size: int, fill: float) -> torch.Tensor:
+    """Values [..., V_draft] of the tokens `ids` on the whole vocabulary [..., size], `fill` elsewhere.
+
+    `ids` None: of the first tokens. Ids behind `size` are left out.
+    """
+    if ids is None:
+        missing = size - values.shape[-1]
+        return values[..., :size] if missing <= 0 else F.pad(values, (0, missing), value=fill)
+    whole = values.new_full((*values.shape[:-1], size + 1), fill)
+    return whole.index_copy_(-1, ids.clamp(max=size), values)[..., :size]

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from ..heads import VanillaMarkovHead
-from ..modeling_dspark import DSparkForCausalLM, fit_vocabulary
+from ..modeling_dspark import DSparkForCausalLM
+from ..target import fit_vocabulary
 from .anchors import gather_positions, slot_targets
 from .attention import BlockContext
 from .rows import LogitRows
