@@ -127,10 +127,10 @@ def _logit_rows(draft: DSparkForCausalLM, prev_ids: torch.Tensor, hidden: torch.
     shape = torch.Size((*prev_ids.shape, vocabulary.size))
 
     def compute(hidden: torch.Tensor, vector: torch.Tensor | None = None, w2: torch.Tensor | None = None):
-        logits = draft.base_logits(hidden, vocabulary)
+        addends = [draft.base_logits(hidden, vocabulary, raw=True)]
         if vector is not None and w2 is not None:
-            logits = logits + F.linear(vector, w2).float()
-        return fit_vocabulary(logits, vocabulary.size)
+            addends.append(F.linear(vector, w2))
+        return tuple(fit_vocabulary(addend, vocabulary.size) for addend in addends)
 
     if head is None:
         return LogitRows(compute, (hidden.flatten(0, 2),), (), shape)

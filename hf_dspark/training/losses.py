@@ -1,6 +1,7 @@
 """The objective of a DSpark draft: cross-entropy, total variation and confidence (paper, training objective)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +9,10 @@ from torch.autograd.function import once_differentiable
 
 from ..compiling import compiled, many_shapes
 from .blocks import BlockOutput
-from .rows import LogitRows
+from .rows import LogitRows, total
 
 CHUNK_ELEMENTS = 2**25
+CUDA_CHUNK_ELEMENTS = 2**27  # fewer, larger kernels
 EPSILON = 1e-6
 
 
@@ -53,7 +55,7 @@ def dspark_loss(
     tv: float = 0.9,
     confidence: float = 1.0,
     decay: float | None = 4.0,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> LossOutput:
     """Loss of anchor blocks against the target's distribution of the same tokens.
 
@@ -62,14 +64,14 @@ def dspark_loss(
 
     Memory: rows are taken `chunk_elements` logits at a time, forward and backward in one pass with exact gradients.
     With lazy logits no more than 64 bytes · `chunk_elements` are in use, whatever the batch: 2.1 GB by default. On CUDA
-    the arithmetic of a chunk is compiled into a few kernels, which leaves about 20 bytes each, 0.7 GB.
+    the arithmetic of a chunk is compiled into a few kernels, which leaves about 20 bytes each, 2.7 GB.
 
     Args:
         block_output: from `forward_blocks`.
         target_logits: [B, A, γ, V], the target's logits for `target_ids`, that is at the positions before them.
         ce, tv, confidence: weights of the components.
         decay: in slots; `None` for equal weights.
-        chunk_elements: logits that exist at a time.
+        chunk_elements: logits that exist at a time; by default 2^25, on CUDA 2^27.
 
     Raises:
         ValueError: for logits of another shape than the draft's, or a decay that is not positive.
@@ -78,6 +80,7 @@ def dspark_loss(
     if rows.shape != target_rows.shape:
         raise ValueError(f"`target_logits` must be {tuple(rows.shape)}, got {tuple(target_rows.shape)}.")
     weights = slot_weights(block_output.eval_mask, decay)
+    chunk_elements = chunk_elements or (CUDA_CHUNK_ELEMENTS if weights.is_cuda else CHUNK_ELEMENTS)
     normal = weights / (weights.sum() + EPSILON)
     slots = _SlotLoss.apply(
         rows,
@@ -126,14 +129,20 @@ class _SlotLoss(torch.autograd.Function):
                 leaves = [
                     (x[chunk] if i < per_row else x).detach().requires_grad_(wanted[i]) for i, x in enumerate(inputs)
                 ]
-                logits = rows.compute(*leaves)
+                addends = rows.compute(*leaves)
             ce_weight, tv_weight = (w[chunk] for w in weights)
             ce_rows[chunk], l1_rows[chunk], gradient = _slots(
-                logits.detach(), target_rows[chunk], labels[chunk], ce_weight, tv_weight
+                tuple(addend.detach() for addend in addends),
+                target_rows.addends(chunk),
+                labels[chunk],
+                ce_weight,
+                tv_weight,
             )
             if any(wanted):
                 asked = [leaf for leaf in leaves if leaf.requires_grad]
-                _add(gradients, wanted, per_row, chunk, torch.autograd.grad(logits, asked, gradient))
+                reached = [addend for addend in addends if addend.requires_grad]
+                upstream = [gradient.to(addend.dtype) for addend in reached]
+                _add(gradients, wanted, per_row, chunk, torch.autograd.grad(reached, asked, upstream))
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(ce_rows, l1_rows)
         return _mean(weights[0], ce_rows) + _mean(weights[1], l1_rows), ce_rows, l1_rows
@@ -154,19 +163,20 @@ def _add(gradients: list, wanted: list[bool], per_row: int, chunk: slice, found:
 
 
 def slot_values(
-    logits: torch.Tensor,
-    target_logits: torch.Tensor,
+    addends: tuple[torch.Tensor, ...],
+    target_addends: tuple[torch.Tensor, ...],
     labels: torch.Tensor,
     ce_weight: torch.Tensor,
     tv_weight: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross-entropy and Σ|q − p| of rows, and the gradient of their weighted sum by the draft's logits.
 
-    With s = sign(q − p): ∂CE/∂z = q − 1[label] and ∂Σ|q − p|/∂z = q (s − Σ q s). Shapes: logits [n, V] float32, the
-    others [n].
+    With s = sign(q − p): ∂CE/∂z = q − 1[label] and ∂Σ|q − p|/∂z = q (s − Σ q s). Shapes: addends of the logits [n, V],
+    the others [n].
     """
+    logits = total(addends)
     log_q = logits.log_softmax(dim=-1)
-    q, p = log_q.exp(), target_logits.softmax(dim=-1)
+    q, p = log_q.exp(), total(target_addends).softmax(dim=-1)
     label = torch.arange(logits.shape[-1], device=labels.device) == labels.unsqueeze(-1)
     cross_entropy = -log_q.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     difference = q - p
@@ -177,8 +187,8 @@ def slot_values(
     return cross_entropy, difference.abs().sum(dim=-1), gradient
 
 
-def _slots(logits: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if logits.device.type != "cuda":
-        return slot_values(logits, *others)
+def _slots(addends: tuple[torch.Tensor, ...], *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if addends[0].device.type != "cuda":
+        return slot_values(addends, *others)
     with many_shapes():
-        return compiled(slot_values)(logits, *others)
+        return compiled(slot_values)(addends, *others)

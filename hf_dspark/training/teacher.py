@@ -12,7 +12,7 @@ from .._compat import hidden_states_request
 from ..compiling import many_shapes
 from ..target import context_features
 from .anchors import gather_positions
-from .rows import LogitRows
+from .rows import LogitRows, total
 
 
 class Teacher:
@@ -88,15 +88,15 @@ class Teacher:
         return LogitRows(self._logits, (hidden.flatten(0, 2),), (), torch.Size((*positions.shape, self.size)))
 
     @torch.no_grad()
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+    def _logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self._head(inputs_embeds=hidden[None], use_cache=False).logits[0],)
 
     @torch.no_grad()
     def _check_head(self) -> None:
         ids = torch.arange(8, device=self.target.device).unsqueeze(0) % self.size
         expected = self.target(input_ids=ids, use_cache=False).logits[0].float()
         _, last_hidden = self.read(ids)
-        found = self._logits(last_hidden[0])
+        found = total(self._logits(last_hidden[0]))
         # Products of other shapes round differently, in bfloat16 by up to a few units of its 8 bits.
         if found.shape != expected.shape or (found - expected).abs().max() > 0.05 * expected.abs().max():
             raise ValueError(

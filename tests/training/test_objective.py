@@ -232,8 +232,8 @@ def test_memory_stays_flat():
     """No tensor of the loss or its gradients is larger than a chunk, whatever the number of slots."""
     shape, size, chunk = (5, 10, 4), 1000, 6000
     hidden, w2 = torch.randn(200, 4, requires_grad=True), torch.randn(size, 4, requires_grad=True)
-    rows = training.LogitRows(lambda x, w: F.linear(x, w), (hidden,), (w2,), torch.Size((*shape, size)))
-    target = training.LogitRows(lambda x: F.linear(x, w2.detach()), (torch.randn(200, 4),), (), rows.shape)
+    rows = training.LogitRows(lambda x, w: (F.linear(x, w),), (hidden,), (w2,), torch.Size((*shape, size)))
+    target = training.LogitRows(lambda x: (F.linear(x, w2.detach()),), (torch.randn(200, 4),), (), rows.shape)
     mask = torch.ones(shape, dtype=torch.bool)
     block = training.BlockOutput(rows, torch.randint(0, size, shape), mask, None)
     sizes = []
