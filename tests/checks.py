@@ -162,7 +162,7 @@ def batch_equals_plain(target, draft, rows: list[list[int]], options=None, *, le
     assert sequences(output).tolist() == expected.tolist()
     width = max(map(len, rows))
     new = expected[:, width:].tolist()
-    eos = plain_arguments.get("eos_token_id") or []
+    eos = plain_arguments.get("eos_token_id", [])  # may be 0
     eos = {eos} if isinstance(eos, int) else set(eos)
     if lengths is None:
         lengths = [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in new]
