@@ -15,7 +15,9 @@ from .options import Device, Draft, DType, JsonPath, ModelDType, Target
 def profile(
     target: Target = None,
     draft: Draft = None,
-    batch_size: Annotated[list[int] | None, typer.Option(help="Rows to measure; repeat it. [default: 1]")] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(help="Rows to measure; may be repeated.", show_default="1")
+    ] = None,
     context_length: Annotated[int, typer.Option(help="Tokens in the caches of every row.")] = 1024,
     plot: Annotated[Path | None, typer.Option(metavar="PATH", help="Draw the costs (png, svg, pdf).")] = None,
     dtype: ModelDType = DType.auto,
