@@ -115,13 +115,14 @@ def rounds_table(shapes: Shapes) -> str:
 
 
 def short_rounds_table(shapes: Shapes) -> str:
-    """A row for each shape and batch at the first context, the ways to decode side by side."""
+    """A row for each shape at the first context, smallest and largest batch; the ways to decode side by side."""
     kinds = list(dict.fromkeys(row["decoding"] for report in shapes.values() for row in report["rounds"]))
     rows = []
     for name, report in shapes.items():
         context = report["rounds"][0]["context"]
         at = [row for row in report["rounds"] if row["context"] == context]
-        for batch in dict.fromkeys(row["batch"] for row in at):
+        batches = [row["batch"] for row in at]
+        for batch in dict.fromkeys((min(batches), max(batches))):
             found = {row["decoding"]: row for row in at if row["batch"] == batch}
             times = [
                 f"{found[kind]['round_ms']:.2f} ({found[kind]['round_ms'] / found[kind]['floor_ms']:.2f}×)"
@@ -238,8 +239,8 @@ def readme_parts(pair: dict | None, shapes: Shapes) -> list[str]:
         parts += [setting, pair_table(pair)]
     if shapes:
         setting = (
-            "A round of the fast path at the shapes of Qwen3 (random weights, bfloat16, γ = 7). The floor is the time "
-            f"to read all weights and caches once. {environment(*shapes.values())}."
+            "A round of the fast path, which adds τ tokens, at the shapes of Qwen3 (random weights, bfloat16, γ = 7). "
+            f"The floor is the time to read all weights and caches once. {environment(*shapes.values())}."
         )
         parts += [setting, short_rounds_table(shapes)]
     return parts

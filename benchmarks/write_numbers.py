@@ -62,6 +62,23 @@ def cpu_setting(report: dict) -> str:
     )
 
 
+def short_cpu_table(report: dict) -> str:
+    """A row for each dtype and mode, a column for each prompt set: speed-up, and τ in brackets."""
+    lines = {}
+    for result in report["results"]:
+        line = lines.setdefault((result["dtype"], result["mode"]), {"cells": [], "same": 0, "of": 0})
+        row = result["methods"]["dspark"]
+        line["cells"].append(f"{row['median_speedup']:.2f}× ({result['dspark']['tau']:.2f})")
+        line["same"] += row["identical_to_plain"] or 0
+        line["of"] += result["prompts"]
+    sets = list(dict.fromkeys(result["set"] for result in report["results"]))
+    rows = [
+        [*kind, *line["cells"], f"{line['same']} of {line['of']}" if kind[1] == "greedy" else "sampled"]
+        for kind, line in lines.items()
+    ]
+    return numbers_h200.table(["dtype", "mode", *sets, "same text as plain"], rows)
+
+
 def near_ties(report: dict) -> str:
     lines = []
     for result in report["results"]:
@@ -152,9 +169,8 @@ def two_gpus_section() -> list[str]:
 
 
 def readme_block(report: dict, pair: dict, shapes: dict[str, dict]) -> str:
-    float32 = {**report, "results": [r for r in report["results"] if r["dtype"] == "float32"]}
-    parts = [cpu_setting(report), cpu_table(float32, "dspark"), *numbers_h200.readme_parts(pair, shapes)]
-    return "\n\n".join(parts)
+    setting = f"{cpu_setting(report)} In brackets τ. Below 1.00× drafts cost time."
+    return "\n\n".join([setting, short_cpu_table(report), *numbers_h200.readme_parts(pair, shapes)])
 
 
 def numbers_page(report: dict, pair: dict, shapes: dict[str, dict], kernels: dict, soak: dict) -> str:
