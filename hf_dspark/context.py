@@ -199,11 +199,11 @@ class DraftContextLayer:
 
 
 def block_mask(attention: "DSparkAttention", queries: torch.Tensor, end: int) -> torch.Tensor:
-    """Additive mask [n, end] of a block of n slots, the last of `end` tokens without gaps; dtype of `queries`."""
+    """Additive mask [1, 1, n, end] of a block of n slots, the last of `end` tokens without gaps; dtype of `queries`."""
     tokens = torch.arange(end, device=queries.device)
     slots = tokens[end - queries.shape[2] :]
     limits, origins = attention.sight(slots, slots[:1], slots[-1:])
     seen = tokens <= limits[:, None]
     if attention.window is not None:
         seen &= tokens > origins[:, None] - attention.window
-    return torch.zeros_like(seen, dtype=queries.dtype).masked_fill(~seen, float("-inf"))
+    return torch.zeros_like(seen, dtype=queries.dtype).masked_fill(~seen, float("-inf"))[None, None]

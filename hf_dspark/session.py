@@ -18,7 +18,7 @@ logger = logging.get_logger(__name__)
 
 # Kinds of layers for which keys are all; a dummy stands for a layer that reads the keys of another.
 HOLD_KEYS = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
-BROUGHT = ("past_key_values", "cache", "inputs_embeds")
+BROUGHT = ("past_key_values", "cache", "inputs_embeds", "assistant_model")
 
 
 class Session:
@@ -86,15 +86,12 @@ class Session:
             what generate() returns. `num_reused` of its statistics tells how much of the prompt was not computed again.
 
         Raises:
-            ValueError: for a cache or embeddings of the caller's, images, other kinds of caches than `"static"` and
-                `"dynamic"`, and while another call of the session runs.
+            ValueError: for ids or a mask that are not [B, S], a cache or embeddings of the caller's, images, several
+                texts for a prompt, `use_cache=False`, other kinds of caches than `"static"` and `"dynamic"`, and while
+                another call of the session runs.
         """
-        for name, value in options.items():
-            brought = name in BROUGHT and value is not None
-            if brought or (isinstance(value, torch.Tensor) and name != "attention_mask"):
-                raise ValueError(
-                    f"A session takes token ids and an attention mask; `{name}` belongs in `target.generate()`."
-                )
+        self._check(input_ids, options)
+        options["use_cache"] = True  # a target that was trained may say False
         if input_ids.shape[0] == 1 and options.get("attention_mask") is None:
             options["attention_mask"] = torch.ones_like(input_ids)
         if not self._lock.acquire(blocking=False):
@@ -106,10 +103,34 @@ class Session:
         finally:
             self._lock.release()
 
-    def _asks_for_fast_path(self, options: dict[str, Any]) -> bool:
+    def _check(self, input_ids: torch.Tensor, options: dict[str, Any]) -> None:
+        if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or not input_ids.numel():
+            raise ValueError(f"`input_ids` must be a tensor of token ids [B, S] with S >= 1, got {input_ids!r}.")
+        for name, value in options.items():
+            brought = name in BROUGHT and value is not None
+            if brought or (isinstance(value, torch.Tensor) and name != "attention_mask"):
+                raise ValueError(
+                    f"A session takes token ids and an attention mask; `{name}` belongs in `target.generate()`."
+                )
+        mask = options.get("attention_mask")
+        if mask is not None and mask.shape != input_ids.shape:
+            raise ValueError(
+                f"`attention_mask` must have the shape of `input_ids`, {list(input_ids.shape)}, got {list(mask.shape)}."
+            )
+        for name in ("num_beams", "num_return_sequences"):  # they would leave a cache of several rows
+            if (value := self._setting(name, options) or 1) > 1:
+                raise ValueError(f"A session goes on with one text for each prompt. Drop `{name}={value}`.")
+        if False in (options.get("use_cache"), getattr(options.get("generation_config"), "use_cache", None)):
+            raise ValueError("A session lives on its cache. Drop `use_cache=False`, or call `target.generate()`.")
+
+    def _setting(self, name: str, options: dict[str, Any]) -> Any:
+        """What generate() will make of an option: the call's, or that of its config, or of the target's."""
         configs = options.get("generation_config"), self.target.generation_config
-        asked = [options.get("cache_implementation"), *(getattr(c, "cache_implementation", None) for c in configs)]
-        kind = next((one for one in asked if one is not None), "dynamic")
+        given = [options.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in given if value is not None), None)
+
+    def _asks_for_fast_path(self, options: dict[str, Any]) -> bool:
+        kind = self._setting("cache_implementation", options) or "dynamic"
         if kind == "static":
             return True
         if kind not in ("dynamic", "hybrid"):  # older configs say "hybrid", which transformers takes for the default

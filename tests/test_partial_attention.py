@@ -92,10 +92,11 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_both_paths_propose_the_same(kind, implementation):
+@pytest.mark.parametrize("gamma", [4, 1])
+def test_both_paths_propose_the_same(kind, implementation, gamma):
     target = tiny.random_target()
     text = checks.plain(target, PROMPT, max_new_tokens=24)[0].tolist()
-    config, tensors = tiny.guided_files(tiny.text_table(text, scale=4.0), layers=2)
+    config, tensors = tiny.guided_files(tiny.text_table(text, scale=4.0), layers=2, gamma=gamma)
     draft = KINDS[kind](config, tensors)
     draft.set_attn_implementation(implementation)
     runs = []

@@ -333,10 +333,46 @@ def test_what_a_session_refuses():
     for kind in ("quantized", "offloaded", "offloaded_static"):
         with pytest.raises(ValueError, match=f"cache_implementation='{kind}'"):
             chat.session.generate(ids, cache_implementation=kind)
+    for wrong in ([PROMPT], ids[0], ids[:, :0]):
+        with pytest.raises(ValueError, match=r"`input_ids` must be a tensor of token ids \[B, S\]"):
+            chat.session.generate(wrong)
+    with pytest.raises(ValueError, match=r"`attention_mask` must have the shape.*\[1, 5\], got \[1, 7\]"):
+        chat.session.generate(ids, attention_mask=torch.ones(1, 7))
     with pytest.raises(ValueError, match="chat template"):
         hf_dspark.Session(chat.target, chat.draft, tiny.tokenizer()).send("abc")
     with pytest.raises(ValueError, match="chat template"):
         hf_dspark.Session(chat.target, chat.draft).send("abc")
+
+
+@pytest.mark.parametrize("draft", [True, False])
+@pytest.mark.parametrize("place", ["option", "config"])
+def test_what_would_leave_other_caches_is_refused(place, draft):
+    """Beams and several texts leave a cache of several rows; without a cache plain decoding lost the whole text."""
+    target, drafting, _ = pair()
+    session = hf_dspark.Session(target, drafting if draft else None)
+    text, _ = turn(session, PROMPT)
+    for name, value in {"num_beams": 2, "num_return_sequences": 3, "use_cache": False}.items():
+        options = {name: value}
+        options = options if place == "option" else {"generation_config": GenerationConfig(do_sample=True, **options)}
+        with pytest.raises(ValueError, match=f"Drop `{name}={value}`"):
+            session.generate(checks.tensor(text), do_sample=True, max_new_tokens=4, **options)
+    _, stats = turn(session, [*text, 9])
+    assert not draft or stats.num_reused == len(text) - 1
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_a_target_that_is_told_to_keep_no_cache(draft):
+    """As training leaves it: the session's cache is used all the same."""
+    target, drafting, _ = pair()
+    target = copy.deepcopy(target)
+    session, text = hf_dspark.Session(target, drafting if draft else None), PROMPT
+    for _ in range(3):
+        target.generation_config.use_cache = True
+        expected = target.generate(checks.tensor(text), max_new_tokens=6, do_sample=False)[0].tolist()
+        target.generation_config.use_cache = target.config.use_cache = False
+        assert session.generate(checks.tensor(text), max_new_tokens=6, do_sample=False)[0].tolist() == expected
+        assert len(session._held) == len(expected) - 1
+        text = [*expected, 9]
 
 
 class Nested(StoppingCriteria):
