@@ -23,7 +23,7 @@ def synthesize(
     num_own: Annotated[int, typer.Option(help="Conversations whose user turns the target writes too.")] = 0,
     topics: Annotated[list[Path] | None, typer.Option(help="A topic a line, for these user turns.")] = None,
     turns: Annotated[int, typer.Option(help="Most user turns of its own conversations.")] = 1,
-    temperatures: Annotated[str, typer.Option(help="Of the answers, in turn from batch to batch.")] = "0,0.7,0,1",
+    temperatures: Annotated[str, typer.Option(help="Of the answers, in turn for each batch.")] = "0,0.7,0,1",
     user_temperature: Annotated[float, typer.Option(help="Of user turns.")] = 0.8,
     max_length: Annotated[int, typer.Option(help="Tokens of a conversation.")] = 1024,
     max_user_tokens: Annotated[int, typer.Option(help="Tokens of a user turn.")] = 128,

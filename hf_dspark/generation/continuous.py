@@ -62,13 +62,19 @@ class ContinuousDecoder:
 
     @torch.no_grad()
     def write(
-        self, texts: list[list[int]], *, temperature: float, ends: list[int], at_most: int | None = None, seed: int = 0
+        self,
+        texts: list[list[int]],
+        *,
+        temperature: float | list[float],
+        ends: list[int],
+        at_most: int | None = None,
+        seed: int = 0,
     ) -> list[list[int]]:
         """Continuations of `texts` up to and with a token of `ends`, `at_most` tokens or `max_length` of the whole.
 
         Args:
             texts: lists of ids, each shorter than `max_length`, as many as wanted.
-            temperature: 0 for the likeliest tokens.
+            temperature: of all texts or of each; 0 for the likeliest tokens.
             seed: of the random numbers.
 
         Raises:
@@ -77,8 +83,8 @@ class ContinuousDecoder:
         for text in texts:
             if not 0 < len(text) < self.max_length:
                 raise ValueError(f"A text of {len(text)} tokens: it must have from 1 to {self.max_length - 1}.")
-        samples = temperature > 0
-        self._temperature.fill_(temperature if samples else 1.0)
+        temperatures = temperature if isinstance(temperature, list) else [temperature] * len(texts)
+        samples = any(t > 0 for t in temperatures)
         self._seed.fill_(seed)
         self._is_end.zero_()
         self._is_end[torch.tensor(ends, dtype=torch.long)] = True
@@ -90,6 +96,7 @@ class ContinuousDecoder:
             free = (row for row in range(self.num_rows) if row not in at_work)
             new = dict(zip(free, waiting, strict=False))
             self._fill({row: texts[i] for row, i in new.items()}, at_most)
+            self._temperature[list(new)] = self._temperature.new_tensor([temperatures[i] for i in new.values()])
             at_work |= new
             if not at_work:
                 return found
@@ -137,12 +144,12 @@ class ContinuousDecoder:
         ids, at, running = self._ids, self._at, self._running
         tokens = FlatTokens(self._rows, at, at.int(), self._starts, 1)
         logits, _ = self._twin.forward(ids[self._rows, at], tokens)
+        chosen = logits.argmax(-1)
         if samples:
             self._seed.add_(1)
-            q = (logits.float() / self._temperature[:, None]).softmax(-1)
-            chosen = kernels.draw(q, (self._seed, 0))
-        else:
-            chosen = logits.argmax(-1)
+            drawn = self._temperature > 0
+            q = (logits.float() / torch.where(drawn, self._temperature, 1.0)[:, None]).softmax(-1)
+            chosen = torch.where(drawn, kernels.draw(q, (self._seed, 0)), chosen)
         after = (at + 1).clamp(max=self.max_length - 1)
         given = after < self._given
         before = ids[self._rows, after]

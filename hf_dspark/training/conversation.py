@@ -19,6 +19,7 @@ class Conversation:
     Attributes:
         pending: user turns that are still to come, given by a file; then `own_turns` that the target writes.
         topic: what the first of its own turns is about.
+        temperature: of its answers.
         messages: so far, in transformers' form.
         ids, loss_mask: token ids so far, and 1 where the target wrote an answer.
         text: what `ids` are in words, special tokens included.
@@ -27,6 +28,7 @@ class Conversation:
     pending: list[str] = field(default_factory=list)
     own_turns: int = 0
     topic: str | None = None
+    temperature: float = 0.0
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)

@@ -34,7 +34,7 @@ class SynthesisConfig:
         num_own (`int`): conversations whose user turns the target writes too.
         topics (`list[str]`): files with one topic a line, for the user turns it writes; without any it begins freely.
         turns (`int`): user turns of its own conversations, at most; each has a random number of them.
-        temperatures (`list[float]`): of the answers, in turn from batch to batch; 0 is greedy.
+        temperatures (`list[float]`): of the answers, in turn for each `batch_size` conversations; 0 is greedy.
         user_temperature (`float`): of the user turns.
         max_length (`int`): tokens of a conversation. max_user_tokens, max_answer_tokens (`int`): of a turn. A batch
             takes as long as its longest answer; one that is cut ends its conversation.
@@ -135,10 +135,9 @@ class _Synthesis:
                 continue
             # The random numbers of a batch do not depend on those before it, so that a run can go on anywhere.
             set_seed(random.Random(f"{self.config.seed} {number}").getrandbits(31))
-            temperature = self.config.temperatures[number % len(self.config.temperatures)]
             batch = self.jobs[start : start + size]
-            self._converse(batch, temperature)
-            self._keep(batch, temperature, number + 1)
+            self._converse(batch)
+            self._keep(batch, number + 1)
             bar.update(len(batch))
             bar.set_postfix_str(f"{self.written / (time.perf_counter() - started):,.0f} tokens/s")
         bar.close()
@@ -147,7 +146,7 @@ class _Synthesis:
 
     # ---- writing
 
-    def _converse(self, batch: list[Conversation], temperature: float) -> None:
+    def _converse(self, batch: list[Conversation]) -> None:
         """All turns of a batch of conversations."""
         while active := [c for c in batch if not c.ended]:
             self._write_user_turns([c for c in active if not c.pending])
@@ -156,7 +155,7 @@ class _Synthesis:
                     self.chat.add_user(conversation, conversation.pending.pop(0))
                 if len(conversation.ids) >= self.config.max_length - 1:
                     conversation.ended = True
-            self._write_answers([c for c in active if not c.ended], temperature)
+            self._write_answers([c for c in active if not c.ended])
 
     def _write_user_turns(self, conversations: list[Conversation]) -> None:
         """One user turn for each: an answer to a request for one, or the template's opening of it continued."""
@@ -179,9 +178,8 @@ class _Synthesis:
             texts.append(text)
         if not texts:
             return
-        turns = self.writer.write(
-            texts, self.config.user_temperature, ends=sorted(ends), at_most=self.config.max_user_tokens
-        )
+        temperatures = [self.config.user_temperature] * len(texts)
+        turns = self.writer.write(texts, temperatures, ends=sorted(ends), at_most=self.config.max_user_tokens)
         stops = {*self.writer.ends, *ends}
         for conversation, ids in zip(asked, turns, strict=True):
             content = self.tokenizer.decode([i for i in ids if i not in stops], skip_special_tokens=True).strip()
@@ -191,11 +189,11 @@ class _Synthesis:
             else:
                 conversation.ended = True
 
-    def _write_answers(self, conversations: list[Conversation], temperature: float) -> None:
+    def _write_answers(self, conversations: list[Conversation]) -> None:
         if not conversations:
             return
-        texts = [c.ids for c in conversations]
-        answers = self.writer.write(texts, temperature, at_most=self.config.max_answer_tokens)
+        texts, temperatures = [c.ids for c in conversations], [c.temperature for c in conversations]
+        answers = self.writer.write(texts, temperatures, at_most=self.config.max_answer_tokens)
         for conversation, ids in zip(conversations, answers, strict=True):
             self.written += len(ids)
             complete = bool(ids) and ids[-1] in self.writer.ends
@@ -206,7 +204,7 @@ class _Synthesis:
 
     # ---- the file
 
-    def _keep(self, batch: list[Conversation], temperature: float, done: int) -> None:
+    def _keep(self, batch: list[Conversation], done: int) -> None:
         """Append the conversations that are worth it, then note how far the file is valid."""
         lines = []
         for conversation in batch:
@@ -219,7 +217,7 @@ class _Synthesis:
                 "input_ids": conversation.ids,
                 "loss_mask": conversation.loss_mask,
                 "messages": conversation.messages,
-                "temperature": temperature,
+                "temperature": conversation.temperature,
                 "source": conversation.source,
                 "key": key,
             }
@@ -275,6 +273,8 @@ def _jobs(config: SynthesisConfig) -> list[Conversation]:
     for i in range(config.num_own):
         topic = topics[i % len(topics)] if topics else None
         jobs.append(Conversation(own_turns=stream.randint(1, config.turns), topic=topic))
+    for i, job in enumerate(jobs):
+        job.temperature = config.temperatures[i // config.batch_size % len(config.temperatures)]
     return jobs
 
 

@@ -19,8 +19,8 @@ class Writer:
     """Continues many texts at once, from the target's own distribution at a temperature, nothing else changed.
 
     On CUDA rows that end are refilled at once (`ContinuousDecoder`). For targets that cannot do that, transformers'
-    generate() has a static cache, whose shape is always `batch_size` × `max_length`, so that it compiles the target's
-    forward once; there, missing rows are filled up.
+    generate() has a static cache of one shape, so that it compiles the target's forward once; there, missing rows are
+    filled up.
     """
 
     def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int, max_length: int):
@@ -46,20 +46,27 @@ class Writer:
 
     @torch.no_grad()
     def write(
-        self, texts: list[list[int]], temperature: float, *, ends: list[int] | None = None, at_most: int | None = None
+        self,
+        texts: list[list[int]],
+        temperatures: list[float],
+        *,
+        ends: list[int] | None = None,
+        at_most: int | None = None,
     ) -> list[list[int]]:
         """Continuations of `texts`, with the token that ended each, if one did.
 
         Args:
-            texts: at most `wave` lists of ids.
-            temperature: 0 for the likeliest tokens.
+            texts: at most `wave` lists of ids, each shorter than `max_length`.
+            temperatures: of each text, 0 for the likeliest tokens; those of one batch are the same.
             ends: further tokens that end a continuation.
-            at_most: tokens of the longest; otherwise up to `max_length` with its text.
+            at_most: tokens of the longest; in any case up to `max_length` with its text.
         """
         stops = sorted({*self.ends, *(ends or [])})
         if self._decoder is not None:
             seed = random.getrandbits(31)
-            return self._decoder.write(texts, temperature=temperature, ends=stops, at_most=at_most, seed=seed)
+            return self._decoder.write(texts, temperature=temperatures, ends=stops, at_most=at_most, seed=seed)
+        (temperature,) = set(temperatures)
+        rooms = [min(self.max_length - len(text), at_most or self.max_length) for text in texts]
         rows = texts + texts[:1] * (self.batch_size - len(texts) if self.static else 0)
         width = -(-max(map(len, rows)) // PADDED_TO) * PADDED_TO
         width = min(width, self.max_length - 1)
@@ -73,15 +80,16 @@ class Writer:
             ids.to(device),
             attention_mask=mask.to(device),
             generation_config=self._config(temperature, stops),
-            stopping_criteria=[] if at_most is None else [AtLength(width + at_most)],
+            stopping_criteria=[AtLength(width + max(rooms))],
         )
-        return [_until_end(row, set(stops)) for row in output[: len(texts), width:].tolist()]
+        new = output[: len(texts), width:].tolist()
+        return [_until_end(row[:room], set(stops)) for row, room in zip(new, rooms, strict=True)]
 
     def _config(self, temperature: float, stops: list[int]) -> GenerationConfig:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
             **(sampling if temperature > 0 else {"do_sample": False}),
-            max_length=self.max_length,
+            max_length=2 * self.max_length,  # the shortest text stands behind the padding of the longest
             eos_token_id=stops,
             pad_token_id=self.padding,
             cache_implementation="static" if self.static else None,

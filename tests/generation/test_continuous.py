@@ -47,6 +47,14 @@ def test_samples_follow_the_target_and_the_seed():
     assert found != decoder.write([[5]] * 1024, temperature=2.0, ends=[], at_most=2, seed=2)
 
 
+def test_each_text_has_its_temperature():
+    target = tiny.table_target(tiny.one_hot_table(tiny.NEXT, 6.0))
+    decoder = ContinuousDecoder(target, 3, 8)
+    temperatures = [0.0, 9.0, 0.0, 9.0, 0.0]
+    found = decoder.write([[5]] * 5, temperature=temperatures, ends=[], seed=1)
+    assert [ids == tiny.chain(5, 7) for ids in found] == [t == 0 for t in temperatures]
+
+
 def test_texts_that_leave_no_room_are_refused():
     decoder = ContinuousDecoder(tiny.random_target(), 2, 8)
     for text in ([], [1] * 8):

@@ -94,7 +94,7 @@ def test_sampling_is_on_policy(chat_target):
     """First tokens at temperature 2 follow the target's own distribution; no penalty, no top-k."""
     target = AutoModelForCausalLM.from_pretrained(chat_target).eval()
     writer = training.writer.Writer(target, chat_tokenizer(), 512, 96)
-    found = writer.write([[U, A]] * 512, 2.0, at_most=1)
+    found = writer.write([[U, A]] * 512, [2.0] * 512, at_most=1)
     with torch.no_grad():
         p = (target(torch.tensor([[U, A]])).logits[0, -1] / 2).softmax(-1)
     counts = torch.tensor([row[0] for row in found]).bincount(minlength=tiny.V).float()
@@ -106,7 +106,8 @@ def test_sampling_is_on_policy(chat_target):
 def test_ways_to_write_give_the_same_text(chat_target):
     """What CUDA uses: rows that are refilled, or a static cache of one shape for every batch."""
     target = AutoModelForCausalLM.from_pretrained(chat_target).eval()
-    texts = [[U, 0, V, A], [U, 3, 4, 5, V, A], [A]]
+    # The room of a text does not depend on the longest of its batch.
+    texts = [[U, 0, V, A], [U, *[3] * 88, V, A], [A]]
     dynamic = training.writer.Writer(target, chat_tokenizer(), 4, 96)
     static = training.writer.Writer(target, chat_tokenizer(), 4, 96)
     static.static = True
@@ -114,11 +115,33 @@ def test_ways_to_write_give_the_same_text(chat_target):
     refilled._decoder = ContinuousDecoder(target, 2, 96)
     assert refilled.wave > len(texts) and dynamic.wave == 4
     for options in ({}, {"at_most": 5}, {"at_most": 9, "ends": [tiny.NEXT[A]]}):
-        expected = dynamic.write(texts, 0.0, **options)
-        assert static.write(texts, 0.0, **options) == expected
-        assert refilled.write(texts, 0.0, **options) == expected
-        assert [len(row) for row in expected] == [min(len(row), options.get("at_most", 99)) for row in expected]
+        expected = dynamic.write(texts, [0.0] * 3, **options)
+        assert static.write(texts, [0.0] * 3, **options) == expected
+        assert refilled.write(texts, [0.0] * 3, **options) == expected
+        assert max(map(len, expected)) <= options.get("at_most", 99)
+        assert len(expected[0]) == len(expected[2]) > (len(expected[1]) if not options else 0)
     assert expected == [[tiny.NEXT[A]]] * 3
+
+
+def test_temperatures_take_turns_where_rows_are_refilled(config, tmp_path, monkeypatch):
+    """A wave of several batches has the temperatures that its batches would have had one by one."""
+
+    def refills(self, target, tokenizer, batch_size, max_length):
+        plain_init(self, target, tokenizer, batch_size, max_length)
+        self._decoder = ContinuousDecoder(target, batch_size, max_length)
+
+    options = {"samples_per_prompt": 2, "temperatures": [0.0, 9.0], "num_own": 3}
+    training.synthesize(config(output=str(tmp_path / "batches.jsonl"), **options))
+    plain_init = training.writer.Writer.__init__
+    monkeypatch.setattr(training.writer.Writer, "__init__", refills)
+    training.synthesize(config(**options))
+    for name in ("batches.jsonl", "out.jsonl"):
+        found = lines(tmp_path / name)
+        greedy = [record for record in found if record["temperature"] == 0 and record["source"] == "prompt"]
+        assert {record["temperature"] for record in found} == {0.0, 9.0}
+        for record in greedy:
+            answer = [token for token, flag in zip(record["input_ids"], record["loss_mask"], strict=True) if flag]
+            assert answer == tiny.chain(A, len(answer))
 
 
 def test_own_conversations(config, tmp_path):
