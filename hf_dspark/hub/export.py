@@ -40,8 +40,11 @@ def export(
         raise ValueError(f"`format` must be one of {', '.join(FORMATS)}, got {format!r}.")
     if folder.exists():
         raise ValueError(f"`output` {folder} exists: give a new folder.")
-    draft.config.target_name_or_path = target  # the verifier in speculators' form
-    draft.save_pretrained(folder, format=format, include_shared=include_shared)
+    before, draft.config.target_name_or_path = draft.config.target_name_or_path, target  # speculators' verifier
+    try:
+        draft.save_pretrained(folder, format=format, include_shared=include_shared)
+    finally:
+        draft.config.target_name_or_path = before
     return Exported(folder, *serving(draft.config, format, str(folder), target))
 
 

@@ -20,6 +20,7 @@ from ..evaluation.metrics import auroc, brier, ece
 from ..evaluation.slots import reliability_bins
 from ..generation.candidate_generator import Proposal
 from ..generation.loop import PlainLoop
+from ..generation.path import why_target_only
 from ..generation.record import CallRecord
 from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import accept
@@ -120,8 +121,8 @@ def calibrate(
         seed: of the texts and of the split.
 
     Raises:
-        ValueError: a draft without confidence head or with a scheduler, arguments that cannot be used, or too few
-            rounds.
+        ValueError: a draft without confidence head or with a scheduler, a target that goes without drafts, arguments
+            that cannot be used, or too few rounds.
     """
     if draft.confidence_head is None:
         raise ValueError("The draft has no confidence head, so there is nothing to calibrate.")
@@ -316,6 +317,9 @@ def record_rounds(
     numbers: list[int] = []
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        limits = input_ids.shape[1], generation_config.max_length
+        if why_not := why_target_only(model, (), False, kwargs, *limits):
+            raise ValueError(f"This target goes without drafts, so there is nothing to calibrate: {why_not}.")
         # Without processors p is the target's own distribution, whatever its generation config says.
         record = CallRecord("plain", "calibration", gamma)
         rest = LogitsProcessorList(), stopping_criteria, generation_config, None, kwargs, record
@@ -324,6 +328,7 @@ def record_rounds(
     options = {
         "num_assistant_tokens": gamma, "assistant_confidence_threshold": 0.0, "max_new_tokens": max_new_tokens,
         "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False,
+        "use_cache": True,
     }  # fmt: skip
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)

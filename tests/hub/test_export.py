@@ -170,6 +170,18 @@ def test_mistakes_are_named(tmp_path):
         hub.export(slim(), tmp_path, format="deepspec", target="t")
 
 
+def test_the_draft_stays_as_it_is(tmp_path):
+    """The target is named in the export alone, also when that fails."""
+    draft = slim()
+    draft.config.target_name_or_path = "org/mine"
+    hub.export(draft, tmp_path / "out", format="speculators", target="org/other")
+    assert draft.config.target_name_or_path == "org/mine"
+    draft.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="capped logits"):
+        hub.export(draft, tmp_path / "again", format="speculators", target="org/other")
+    assert draft.config.target_name_or_path == "org/mine"
+
+
 @pytest.fixture
 def pair(tmp_path):
     tiny.random_target().save_pretrained(tmp_path / "target")

@@ -220,6 +220,17 @@ def test_whole_blocks_are_recorded_whatever_the_draft_is_set_to():
     torch.testing.assert_close(data.confidence_logits.sigmoid(), data.expected, atol=1e-4, rtol=1e-3)
 
 
+def test_targets_that_go_without_drafts_are_refused():
+    """generate() would decode plainly there, so rounds would be those of nobody. A cache that is switched off is no
+    reason: training leaves targets like that."""
+    target, draft, _ = pair()
+    target.generation_config.use_cache = False
+    assert len(record_rounds(target, draft, [[0]], max_new_tokens=40)) > 5
+    target.config.rope_parameters |= {"rope_type": "dynamic", "original_max_position_embeddings": 4}
+    with pytest.raises(ValueError, match="goes without drafts.*rotary tables change"):
+        calibrate(target, draft, [[0], [1]])
+
+
 def test_wrong_calls_are_refused():
     target, draft, _ = pair()
     with pytest.raises(ValueError, match="at least 2 prompts"):
