@@ -1,5 +1,6 @@
 """`DraftContext`: the draft's memory of committed tokens, all of them or those of a `ContextWindow`."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -152,6 +153,15 @@ class DraftContext:
         sinks = 0 if self.window is None else min(self.window.sinks, length)
         self._dropped = length - max(sinks, length - self._dropped)
         self.length, self.end = length, min(self.end, end)
+
+    def gathered(self, rows: torch.Tensor) -> "DraftContext":
+        """A context of A sequences of W tokens each, from the tokens `rows` [A, W] of this one (of one sequence)."""
+        context = copy.copy(self)
+        context.keys, context.values = (
+            store[:, 0][:, :, rows].transpose(1, 2).contiguous() for store in (self.keys, self.values)
+        )
+        context.length, context._dropped, context.window = rows.shape[1], 0, None
+        return context
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """Put keys and values [B, kv_heads, n, head_dim] of one layer behind the last token; returns where they end."""

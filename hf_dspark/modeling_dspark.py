@@ -77,6 +77,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
             the costs of the fast path once and schedules by them. `None` verifies whole blocks.
         context_window (`ContextWindow`, *optional*): how much of a long text the draft remembers; `None` means all.
         fast_path (`FastPath`, *optional*): switches of the path with a static cache; `None` means all on.
+        probe (`bool`): whether the first rounds with a target are checked, to warn of a draft that is read wrongly.
     """
 
     # The generate hook recognises a draft by this mark, not by `isinstance`: copies of this file that travel with a
@@ -108,6 +109,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         self.context_window = None
         self.fast_path = None
         self.scheduler = None
+        self.probe = True
         # Marks contexts of this draft on caches that outlive a call.
         self.context_owner = Owner()
         self._vocabulary: TargetVocabulary | None = None
@@ -125,6 +127,12 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         Raises:
             ValueError: for a pair that does not fit, with both numbers.
         """
+        width = getattr(self.fc, "in_features", self.config.context_size)
+        if width != self.config.context_size:  # the config may have been edited
+            raise ValueError(
+                f"`target_layer_ids` {self.config.target_layer_ids} of width {self.config.target_hidden_size} make "
+                f"{self.config.context_size} features, but the draft's `fc` takes {width}."
+            )
         self._vocabulary = share_vocabulary(self.config, target)
         return self
 
@@ -193,14 +201,20 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         return BackboneOutput(hidden, self.base_logits(hidden, vocabulary))
 
     def run_block(
-        self, block_ids: torch.Tensor, positions: torch.Tensor, context: Context, vocabulary: TargetVocabulary
+        self,
+        block_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        vocabulary: TargetVocabulary,
+        slots: int | None = None,
     ) -> torch.Tensor:
-        """The backbone without the head: h_1..h_γ [B, γ, H] after the final norm, in the draft's dtype."""
+        """The backbone without the head: hidden states of the last `slots` slots (by default γ) after the final norm,
+        [B, slots, H] in the draft's dtype."""
         hidden = self._embed(block_ids.to(self.device), vocabulary)
         rope = self.rotary_emb(hidden, positions.to(self.device))
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, rope, context.layer(i))
-        return self.norm(hidden[:, -self.config.num_draft_tokens :])
+        return self.norm(hidden[:, -(slots or self.config.num_draft_tokens) :])
 
     def base_logits(self, hidden: torch.Tensor, vocabulary: TargetVocabulary, raw: bool = False) -> torch.Tensor:
         """U_k [..., V_draft] of backbone states [..., H]: float32, or with `raw` as the head gives them if possible."""

@@ -5,8 +5,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
+
+logger = logging.get_logger(__name__)
 
 # Vocabularies of one tokenizer differ by the rows that pad an embedding to a round number, never by more than this
 # share.
@@ -96,7 +100,7 @@ def check_pair(config: DSparkConfig, target: nn.Module) -> None:
     text = target.config.get_text_config(decoder=True)
     _check_family(target, text)
     depth = text.num_hidden_layers
-    if max(config.target_layer_ids) >= depth:
+    if not -1 <= min(config.target_layer_ids) <= max(config.target_layer_ids) < depth:
         raise ValueError(
             f"`target_layer_ids` {config.target_layer_ids} reach past the target: {type(target).__name__} has {depth} "
             f"layers, so taps may be -1..{depth - 1}. Is this the target that the draft was trained for?"
@@ -107,6 +111,20 @@ def check_pair(config: DSparkConfig, target: nn.Module) -> None:
             f"{text.hidden_size}. Use the target that the draft was trained for."
         )
     _check_vocabulary(config, target, text)
+    if (names := other_target(target.config, config)) is not None:
+        logger.warning_once(
+            f"hf_dspark: the draft names {names[0]} as its target, this is {names[1]}. The text stays that of the "
+            "model at hand; how much is accepted depends on how far the two agree."
+        )
+
+
+def other_target(target: PreTrainedConfig, config: DSparkConfig) -> tuple[str, str] | None:
+    """The target that the draft's file names and the one at hand, where they differ; owners do not count."""
+    named, given = config.target_name_or_path, getattr(target, "name_or_path", "")
+    if not named or not given:
+        return None
+    parts = given.lower().replace("--", "/").split("/")  # the hub's cache has folders like models--owner--name
+    return None if named.lower().rstrip("/").split("/")[-1] in parts else (named, given)
 
 
 def _check_family(target: nn.Module, text: Any) -> None:
@@ -157,15 +175,16 @@ def _check_vocabulary(config: DSparkConfig, target: nn.Module, text: Any) -> Non
         )
     if not config.has_lm_head and target.get_output_embeddings() is None:
         raise ValueError(f"The draft stores no head and {type(target).__name__} has none to share.")
+    rows, whose = config.vocab_size, "draft"
     if not config.has_embed_tokens:
-        embeddings = target.get_input_embeddings()
+        embeddings, whose = target.get_input_embeddings(), "target"
         weight = getattr(embeddings, "weight", None)
         rows = getattr(embeddings, "num_embeddings", None) or (text.vocab_size if weight is None else weight.shape[0])
-        if config.mask_token_id >= rows:
-            raise ValueError(
-                f"`mask_token_id` {config.mask_token_id} is not a row of the target's embeddings ({rows} rows). "
-                "Was the target resized after the draft was trained?"
-            )
+    if not 0 <= config.mask_token_id < rows:
+        raise ValueError(
+            f"`mask_token_id` {config.mask_token_id} is not a row of the {whose}'s embeddings ({rows} rows). Set it to "
+            "the id of training; if it is, was the target resized since?"
+        )
 
 
 def share_vocabulary(config: DSparkConfig, target: nn.Module) -> TargetVocabulary:

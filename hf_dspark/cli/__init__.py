@@ -12,6 +12,7 @@ from . import (
     bench,
     calibrate,
     card,
+    check,
     console,
     demo,
     eval,
@@ -35,6 +36,7 @@ app.command("setup-demo")(setup_demo.setup_demo)
 app.command("generate")(generate.generate)
 app.command("demo")(demo.demo)
 app.command("inspect")(inspect.inspect)
+app.command("check")(check.check)
 app.command("synthesize")(synthesize.synthesize)
 app.command("train")(train.train)
 app.command("eval")(eval.eval)

@@ -1,6 +1,7 @@
 """`hf-dspark inspect`."""
 
 import math
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,7 @@ from transformers import AutoConfig
 
 from .. import formats
 from ..configuration_dspark import DSparkConfig
+from ..diagnosis import check_configs
 from ..generation.memory import cache_memory
 from . import console
 from .models import check_pair_arguments
@@ -20,7 +22,7 @@ SIZES = ((1, 4096), (8, 4096), (32, 4096))  # rows, tokens of each
 def inspect(
     path: Annotated[str, typer.Argument(help="Folder or hub id of a DSpark draft.")],
     target: Annotated[
-        str | None, typer.Option(help="Folder or hub id of its target: adds the memory of the fast path.")
+        str | None, typer.Option(help="Folder or hub id of its target: adds whether they fit, and memory.")
     ] = None,
     json: JsonPath = None,
 ) -> None:
@@ -38,6 +40,11 @@ def inspect(
     console.out.print("\n[bold]Decided, and why[/bold]")
     for what, why in result["resolution"].items():
         console.out.print(f"  {what}: {why}", markup=False)
+    if target is not None:
+        result |= describe_pair(path, target)
+        console.out.print(f"\n[bold]With {target}[/bold]")
+        for finding in result["pairing"]:
+            console.out.print(f"  {finding['level']}: {finding['seen']}", markup=False)
     if memory is not None:
         show_memory(memory)
         result["memory"] = memory
@@ -66,6 +73,7 @@ def describe(path: str) -> dict[str, Any]:
         "hidden_states_indices": [i + 1 for i in config.target_layer_ids],
         "target_hidden_size": config.target_hidden_size,
         "num_target_layers": config.num_target_layers,
+        "target_name_or_path": config.target_name_or_path,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "mask_token_id": config.mask_token_id,
@@ -76,10 +84,19 @@ def describe(path: str) -> dict[str, Any]:
         "confidence_temperatures": config.confidence_temperatures,
         "num_hidden_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
+        "attention": f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads of "
+        f"{config.head_dim}",
+        "rope_parameters": config.rope_parameters,
         "dtype": sorted({tensor.dtype for tensor in tensors}),
         "num_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
         "resolution": config.resolution,
     }
+
+
+def describe_pair(path: str, target: str) -> dict[str, Any]:
+    """How draft and target fit; from the config files alone."""
+    findings = check_configs(AutoConfig.from_pretrained(target), formats.open_checkpoint(path).config)
+    return {"pairing": [asdict(finding) for finding in findings]}
 
 
 def describe_memory(path: str, target: str) -> dict[str, Any]:

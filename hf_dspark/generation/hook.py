@@ -26,6 +26,7 @@ from .path import (
     why_not_ragged,
     why_target_only,
 )
+from .probe import hint
 from .ragged_loop import RaggedLoop
 from .record import CallRecord
 
@@ -137,6 +138,8 @@ def decode(
     else:
         record = CallRecord("plain", why_not or PLAIN_REASON, gamma)
         output = PlainLoop(target, draft, *arguments, record).run()
+    if draft.probe:
+        record.note(hint(record.stats))
     if generation_config.return_dict_in_generate:
         output.speculation = record.stats
     return output

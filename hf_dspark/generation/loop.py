@@ -14,13 +14,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .._compat import CACHE_KEY
+from .._compat import CACHE_KEY, hidden_states_request
 from ..context import common_length
 from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import draw
 from ..target import context_features
 from .candidate_generator import DSparkCandidateGenerator, Proposal
 from .policy import AUTO
+from .probe import Probe
 from .record import CallRecord
 from .stopping import Transcript
 from .target_cache import TargetCache
@@ -89,7 +90,8 @@ class PlainLoop:
         self._fed: dict[str, Any] = {}
         wanted = generation_config.output_hidden_states
         self._selected = wanted if isinstance(wanted, (list, tuple)) else None
-        self.kwargs |= {"output_hidden_states": True} if wanted else self.generator.model_kwargs_overrides
+        self.probe = Probe.of(target, draft, self.generator.proposer.vocabulary, input_ids.shape[1])
+        self.kwargs |= self._hidden_states_request()
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Generate; the return value is what plain generate() would have returned."""
@@ -115,6 +117,14 @@ class PlainLoop:
             **{CACHE_KEY: self.cache.cache},
         )
 
+    def _hidden_states_request(self) -> dict[str, Any]:
+        """What the target must be called with: for the caller, the draft, and the probe while there is one."""
+        if self.config.output_hidden_states:
+            return {"output_hidden_states": True}
+        if self.probe is None:
+            return self.generator.model_kwargs_overrides
+        return {"output_hidden_states": hidden_states_request(self.probe.target_layer_ids)}
+
     def _prefill(self) -> None:
         self._columns, past = self.cache.length(), self._real(self.cache.length())
         self._restore_context(past)
@@ -128,6 +138,7 @@ class PlainLoop:
         if not self.cache.croppable:
             name = type(self.cache.cache).__name__
             self.record.explain("target_only", f"{name} of {type(self.target).__name__} cannot be rolled back")
+            self._end_probe()
 
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.transcript.ids.device)
         scores = self.processors(self.transcript.ids, logits.clone())
@@ -163,12 +174,15 @@ class PlainLoop:
         """Hand a chunk of the prompt to the draft at once, so that features of one chunk only are in memory."""
         features = context_features(outputs, self.draft.config.target_layer_ids)
         mask = self.kwargs.get("attention_mask")
-        count = features.shape[1]
+        count, real = features.shape[1], None
         if mask is not None:
             real = mask[0, self._columns : self._columns + count].bool().to(features.device)
             # transformers 5.18 feeds a cached prompt again when it goes by chunks, past the end of the mask.
-            features = features[:, real] if len(real) == count else features
+            real = real if len(real) == count else None
+        features = features if real is None else features[:, real]
         self.generator.observe(features, self.position)
+        if self.probe is not None:
+            self.probe.see_prompt(outputs, real, self.position + features.shape[1])
         self._columns += count
         self.position += features.shape[1]
 
@@ -231,6 +245,15 @@ class PlainLoop:
                 **self._probabilities(proposal, scores, accepted, committed),
             )
         self.position += committed
+        if self.probe is not None:
+            tokens = self.transcript.tokens
+            self.record.note(self.probe.see_round(outputs, len(drafts), accepted, committed, tokens), log=False)
+            if self.probe.finished:
+                self._end_probe()
+
+    def _end_probe(self) -> None:
+        self.probe = None
+        self.kwargs |= self._hidden_states_request()
 
     def _probabilities(
         self, proposal: Proposal | None, scores: Sequence[torch.Tensor], accepted: int, committed: int

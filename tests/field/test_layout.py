@@ -42,6 +42,10 @@ def test_layout_1_read_out_decides_acceptance_not_text(anchor_first):
     new, stats = checks.equal_to_plain(tiny.perm_target(), draft, PROMPT, max_new_tokens=21)
     assert new == tiny.chain(40, 21)
     assert [r.accepted for r in stats.rounds] == [int(expected)] * (10 if expected else 20)
+    _, fast, _ = checks.batch_equals_plain(
+        tiny.perm_target(), draft, [PROMPT], max_new_tokens=21, cache_implementation="static"
+    )
+    assert [r.accepted for r in fast.rounds] == [r.accepted for r in stats.rounds]
 
 
 def test_layout_3_dflash_without_markov_head_is_anchor_first():
@@ -55,6 +59,11 @@ def test_layout_3_dflash_without_markov_head_is_anchor_first():
     assert {r.accepted for r in stats.rounds} == {1}
     assert {len(r.draft_tokens) for r in stats.rounds} == {7}
     assert all(r.confidence is None and r.survival is None for r in stats.rounds)
+    _, fast, _ = checks.batch_equals_plain(
+        tiny.perm_target(), draft, [PROMPT], max_new_tokens=21, cache_implementation="static"
+    )
+    assert [r.accepted for r in fast.rounds] == [r.accepted for r in stats.rounds]
+    assert {len(r.draft_tokens) for r in fast.rounds} == {7}
 
 
 @pytest.mark.parametrize("rank", [0, 8])

@@ -23,6 +23,33 @@ def files_without(*names, **settings):
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
+def test_a_config_that_was_edited_after_loading_is_checked_again():
+    target = tiny.random_target()
+    for name, value, words in (
+        ("target_layer_ids", [0, 2], (128, 192)), ("target_layer_ids", [-2, 0, 1], (-1, 5)),
+        ("mask_token_id", 64, (64,)), ("mask_token_id", -1, (-1, 64)),
+    ):  # fmt: skip
+        draft = tiny.random_draft()
+        setattr(draft.config, name, value)
+        checks.refused(target, draft, PROMPT, *words)
+    draft = tiny.random_draft()
+    draft.config.target_layer_ids, draft.config.mask_token_id = [1, 3, 5], 60
+    checks.equal_to_plain(target, draft, PROMPT)
+
+
+def test_another_name_of_the_target_warns_and_works(caplog):
+    target, draft = copy.deepcopy(tiny.random_target()), tiny.random_draft()
+    target.config._name_or_path, draft.config.target_name_or_path = "owner/Large-Base", "owner/Large"
+    checks.equal_to_plain(target, draft, PROMPT)
+    checks.equal_to_plain(target, draft, PROMPT)
+    (message,) = [r.getMessage() for r in caplog.records if "as its target" in r.getMessage()]
+    assert "owner/Large " in message and "owner/Large-Base" in message
+    caplog.clear()
+    target.config._name_or_path = "mirror/large"
+    checks.equal_to_plain(target, draft, PROMPT)
+    assert not [r for r in caplog.records if "as its target" in r.getMessage()]
+
+
 class Opaque(nn.Module):
     """A head without `.weight`, as quantisation back ends make them."""
 
