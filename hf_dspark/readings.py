@@ -13,7 +13,7 @@ import torch
 from .configuration_dspark import DSparkConfig
 from .context import DraftContext
 from .modeling_dspark import BackboneOutput, DSparkForCausalLM
-from .proposal import Proposer
+from .proposal import plain_walk
 from .target import TargetVocabulary
 
 # The most context before an anchor; all readings get the same.
@@ -106,15 +106,14 @@ def drafts_kept(
         [A] float64 on the CPU for each reading. A round near the end of the text counts the drafts whose true token is
         known.
     """
-    proposer = Proposer(draft, vocabulary)
     blocks: dict[tuple, list[Block]] = {}  # both layouts are read from one
     kept = {}
     for reading in readings:
         fed = reading.target_layer_ids, reading.mask_token_id
         if fed not in blocks:
-            blocks[fed] = list(_blocks(proposer, text, anchors, reading))
+            blocks[fed] = list(_blocks(draft, vocabulary, text, anchors, reading))
         first = 0 if reading.sample_from_anchor else 1
-        hits = [_leading_hits(proposer, text.ids, *block, first) for block in blocks[fed]]
+        hits = [_leading_hits(draft, vocabulary.size, text.ids, *block, first) for block in blocks[fed]]
         kept[reading] = torch.cat(hits).double().cpu()
     return kept
 
@@ -123,9 +122,11 @@ def drafts_kept(
 Block = tuple[torch.Tensor, BackboneOutput]
 
 
-def _blocks(proposer: Proposer, text: KnownText, anchors: Sequence[int], reading: Reading) -> Iterator[Block]:
+def _blocks(
+    draft: DSparkForCausalLM, vocabulary: TargetVocabulary, text: KnownText, anchors: Sequence[int], reading: Reading
+) -> Iterator[Block]:
     """The blocks at the anchors, some at once, which have as many context tokens as the first of them can have."""
-    draft, vocabulary, size = proposer.draft, proposer.vocabulary, proposer.draft.config.block_size
+    size = draft.config.block_size
     first, end = max(0, anchors[0] - WINDOW), anchors[-1]
     rows = torch.cat([text.hidden_states[i][first:end] for i in reading.target_layer_ids], dim=-1)
     whole = DraftContext(draft.config, 1, draft.device, draft.dtype)
@@ -141,7 +142,7 @@ def _blocks(proposer: Proposer, text: KnownText, anchors: Sequence[int], reading
 
 
 def _leading_hits(
-    proposer: Proposer, ids: torch.Tensor, at: torch.Tensor, block: BackboneOutput, first: int
+    draft: DSparkForCausalLM, size: int, ids: torch.Tensor, at: torch.Tensor, block: BackboneOutput, first: int
 ) -> torch.Tensor:
     """Slots from `first` on, read one after the other: how many name the next token of the text before one does not."""
     slots = BackboneOutput(block.hidden_states[:, first:], block.base_logits[:, first:])
@@ -154,7 +155,8 @@ def _leading_hits(
         hits.append(logits.argmax(dim=-1) == token)
         return logits[:, :1], token
 
-    proposer.walk(slots, ids[at][:, None], choose)
+    # Not `Proposer.walk`: confidence, which belongs to the layout of training, is not asked for.
+    plain_walk(draft.markov_head, ids[at][:, None], slots, draft.proposable_ids, size, choose)
     right = torch.stack(hits, dim=1) & (places < len(ids))
     return right.long().cumprod(dim=1).sum(dim=1)
 

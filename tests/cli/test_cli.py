@@ -238,7 +238,7 @@ def test_inspect_shows_and_writes_what_was_decided(folders, tmp_path, capsys):
 
 def test_inspect_shows_shared_embeddings(capsys):
     code, out, _ = run(["inspect", str(default_pair.default_draft_folder())], capsys)
-    assert code == 0 and out.count("shared with the target") == 2 and "2, 9, 16, 23, 28" in out
+    assert code == 0 and out.count("shared with the target") == 2 and "2, 9, 15, 22, 28" in out
 
 
 def test_inspect_shows_the_memory_of_the_fast_path(folders, tmp_path, capsys, no_loading):

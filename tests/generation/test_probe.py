@@ -37,6 +37,14 @@ def test_layout_forced_the_wrong_way_warns_within_eight_rounds(warnings):
     assert len(warnings()) == 3, "another target or another draft is another pair"
 
 
+def test_a_calibrated_draft_is_scored_in_both_layouts(warnings):
+    """Temperatures belong to the γ slots of the layout in use."""
+    draft = tiny.random_draft()
+    draft.config.confidence_temperatures = [0.5, 1.0, 2.0, 4.0]
+    checks.equal_to_plain(tiny.perm_target(), draft, PROMPT, max_new_tokens=12)
+    assert not warnings()
+
+
 def test_the_right_layout_of_the_same_file_is_left_alone(warnings):
     checks.equal_to_plain(tiny.perm_target(), tiny.slot0_draft(), PROMPT, max_new_tokens=60)
     assert not warnings()
