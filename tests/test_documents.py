@@ -114,6 +114,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(to.read_text()), link
 
 
+def test_the_design_page_names_every_room():
+    text = (ROOT / "docs" / "design.md").read_text()
+    package = ROOT / "hf_dspark"
+    folders = [f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()]
+    modules = [path.name for path in (*package.glob("*.py"), *package.glob("generation/*.py"))]
+    assert not [name for name in (*folders, *modules) if name not in text and name != "__init__.py"]
+
+
 def anchors(text: str) -> set[str]:
     """What GitHub makes of the headings."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
