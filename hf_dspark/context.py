@@ -1,6 +1,7 @@
 """`DraftContext`: the draft's memory of committed tokens, all of them or those of a `ContextWindow`."""
 
 import copy
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -53,6 +54,16 @@ def check_window(config: DSparkConfig, window: ContextWindow | None) -> None:
 def common_length(one: list, other: list) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class Owner:
+    """Name of one draft object; a copy of the draft, whose weights may come to differ, gets another."""
+
+    def __init__(self):
+        self.key = uuid.uuid4().hex
+
+    def __deepcopy__(self, memo: dict) -> "Owner":
+        return Owner()
 
 
 class ContextLayer(Protocol):

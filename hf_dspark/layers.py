@@ -3,6 +3,8 @@
 Parameter names are DeepSpec's.
 """
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -165,3 +167,15 @@ class DSparkLayer(nn.Module):
         hidden = hidden + self.post_attention_layernorm(attended)
         hidden = hidden + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(hidden)))
         return hidden * self.layer_scalar
+
+
+def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or hook."""
+    return (
+        isinstance(linear, nn.Linear)
+        and type(linear) is nn.Linear
+        and type(linear.weight) is nn.Parameter  # quantised and distributed tensors are other classes
+        and "forward" not in vars(linear)
+        and linear.weight.device.type != "meta"
+        and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
+    )

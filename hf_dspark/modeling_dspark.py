@@ -6,10 +6,9 @@ need no renaming. The life of a draft within a round: `append_context` stores ke
 """
 
 import tempfile
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +18,15 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_dspark import DSparkConfig
-from .context import Context
+from .context import Context, Owner
 from .heads import MARKOV_HEADS, ConfidenceHead
-from .layers import DSparkLayer, DSparkRotaryEmbedding
+from .layers import DSparkLayer, DSparkRotaryEmbedding, is_plain
 from .target import TargetVocabulary, fit_vocabulary, share_vocabulary
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo
 
     from .proposal import DraftBlock
-
-
-class Owner:
-    """Name of one draft object; a copy of the draft, whose weights may come to differ, gets another."""
-
-    def __init__(self):
-        self.key = uuid.uuid4().hex
-
-    def __deepcopy__(self, memo: dict) -> "Owner":
-        return Owner()
 
 
 @dataclass(frozen=True)
@@ -385,15 +374,3 @@ class Qwen3DSparkModel(DSparkForCausalLM):
 
 class Gemma4DSparkModel(DSparkForCausalLM):
     """Name under which DeepSpec publishes Gemma4-style drafts."""
-
-
-def is_plain(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether a module is nothing but its weight: no adapter, quantisation, sharding, offloading or hook."""
-    return (
-        isinstance(linear, nn.Linear)
-        and type(linear) is nn.Linear
-        and type(linear.weight) is nn.Parameter  # quantised and distributed tensors are other classes
-        and "forward" not in vars(linear)
-        and linear.weight.device.type != "meta"
-        and not (linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook"))
-    )

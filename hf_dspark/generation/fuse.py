@@ -11,7 +11,8 @@ from torch import nn
 
 from .. import kernels
 from ..compiling import many_shapes
-from ..modeling_dspark import DSparkForCausalLM, is_plain
+from ..layers import is_plain
+from ..modeling_dspark import DSparkForCausalLM
 from .twin import Twin
 
 QUERY_KEY_VALUE, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")

@@ -8,7 +8,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from .._compat import CACHE_KEY
-from ..modeling_dspark import DSparkForCausalLM, is_plain
+from ..layers import is_plain
+from ..modeling_dspark import DSparkForCausalLM
 from .engine import MAX_ROWS
 from .recurrent import has_recurrent_layers, why_not_rewound
 

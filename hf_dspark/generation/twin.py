@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .._compat import CACHE_KEY
-from ..modeling_dspark import DSparkForCausalLM, is_plain
+from ..layers import is_plain
+from ..modeling_dspark import DSparkForCausalLM
 from .attention import attend_raggedly
 from .ragged_cache import FlatTokens, RaggedCache
 
