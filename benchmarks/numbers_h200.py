@@ -243,4 +243,18 @@ def readme_parts(pair: dict | None, shapes: Shapes) -> list[str]:
             f"The floor is the time to read all weights and caches once. {environment(*shapes.values())}."
         )
         parts += [setting, short_rounds_table(shapes)]
+        parts += [short_calls(name, report["generate"]) for name, report in shapes.items() if "generate" in report]
     return parts
+
+
+def short_calls(shape: str, report: dict) -> str:
+    """Whole calls in a sentence."""
+    calls = report["calls"]
+    plain = calls["HF static compiled"]["tokens_per_second"]
+    drafted = sorted((row["tau"], row["tokens_per_second"]) for name, row in calls.items() if "scripted" in name)
+    told = ", ".join(f"{speed:.0f} tokens/s at τ {tau:.2f} ({speed / plain:.1f}×)" for tau, speed in drafted)
+    return (
+        f"Whole calls at the {shape.upper()} shape, a prompt of {report['prompt']} tokens and {report['new_tokens']} new "
+        f"ones, acceptance set by a script: {told}, against {plain:.0f} tokens/s of transformers with a static cache and "
+        "compiled."
+    )
