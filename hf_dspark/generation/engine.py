@@ -73,9 +73,10 @@ class Engines:
             if engine is None or not engine.fits(target, draft, options):
                 if engine is not None:
                     engine.close()
-                engine = Engine(target, draft, options)
+                is_first, engine = engine is None, Engine(target, draft, options)
                 self.of_target[id(target)] = engine
-                weakref.finalize(target, Engines._forget, weakref.ref(self), id(target))
+                if is_first:
+                    weakref.finalize(target, Engines._forget, weakref.ref(self), id(target))
             return engine
 
     @staticmethod

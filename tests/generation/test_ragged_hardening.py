@@ -131,6 +131,18 @@ def test_an_error_while_streaming():
 # ---- long use
 
 
+def test_an_engine_that_is_built_anew_leaves_nothing_at_the_target():
+    target, draft = pair()
+    target, watchers = copy.deepcopy(target), []
+    for recent in (4, 5, 6, 7):  # another window is another engine
+        draft.context_window = hf_dspark.ContextWindow(recent=recent)
+        checks.generate(target, draft, ROWS[0], **SINGLE)
+        gc.collect()
+        watchers.append(weakref.getweakrefcount(target))
+    draft.context_window = None
+    assert watchers[1:] == watchers[:-1]
+
+
 def live_bytes() -> int:
     gc.collect()
     found = {}
