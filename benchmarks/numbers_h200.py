@@ -254,7 +254,7 @@ def short_calls(shape: str, report: dict) -> str:
     drafted = sorted((row["tau"], row["tokens_per_second"]) for name, row in calls.items() if "scripted" in name)
     told = ", ".join(f"{speed:.0f} tokens/s at τ {tau:.2f} ({speed / plain:.1f}×)" for tau, speed in drafted)
     return (
-        f"Whole calls at the {shape.upper()} shape, a prompt of {report['prompt']} tokens and {report['new_tokens']} new "
-        f"ones, acceptance set by a script: {told}, against {plain:.0f} tokens/s of transformers with a static cache and "
-        "compiled."
+        f"Whole calls at the {shape.upper()} shape, a prompt of {report['prompt']} tokens and {report['new_tokens']} "
+        f"new ones, acceptance set by a script: {told}, against {plain:.0f} tokens/s of transformers with a static "
+        "cache and compiled."
     )
