@@ -135,7 +135,9 @@ def test_interrupting_an_answer_of_a_chat_asks_on(pair, capsys, monkeypatch):
 @pytest.mark.slow
 def test_ctrl_c_ends_a_long_answer(pair):
     command = [*MAIN, "generate", "abc", *pair, "--stream", "--max-new-tokens", "100000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Shells start background jobs with this signal ignored, and whoever runs the tests may be one.
+    process = subprocess.Popen(command, **pipes, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     try:
         assert process.stdout.read(1), process.stderr.read()  # the answer has begun
         process.send_signal(signal.SIGINT)

@@ -23,8 +23,9 @@ def tiny_page():
         yield address, slow
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
+    """The browser; it ends with the module, since an event loop runs in this thread as long as it does."""
     playwright = pytest.importorskip("playwright.sync_api")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:

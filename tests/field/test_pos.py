@@ -56,10 +56,13 @@ def test_pos_2_missing_theta_is_a_stated_default():
 
 
 @pytest.mark.parametrize("key", ["rope_is_neox_style", "is_neox_style"])
-def test_pos_2_interleaved_pairs_are_refused_by_name(key):
-    config, tensors, _ = pair(**{key: False})
-    with pytest.raises(ValueError, match=key):
-        tiny.load_draft(config, tensors)
+def test_pos_2_interleaved_pairs_are_read_as_the_file_says(key):
+    """Neighbouring channels rotate together; read as halves the same weights would propose something else."""
+    config, tensors, slow = pair(**{key: False})
+    draft = tiny.load_draft(config, tensors)
+    assert draft.config.rope_interleaved
+    with pytest.raises(AssertionError):
+        same_proposals(draft, slow)
 
 
 LEAKED = {

@@ -1,5 +1,7 @@
 """Many texts over few rows: each is what the target would have written alone."""
 
+import copy
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -63,7 +65,7 @@ def test_texts_that_leave_no_room_are_refused():
 
 
 def test_unsuitable_targets_are_named():
-    target = tiny.random_target()
+    target = copy.deepcopy(tiny.random_target())  # other tests share it
     target.train()
     with pytest.raises(NotImplementedError, match="train mode"):
         ContinuousDecoder(target, 2, 8)
