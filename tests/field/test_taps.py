@@ -15,7 +15,11 @@ PROMPT = [5, 9, 11, 3, 8, 2, 30]
 
 def signed_target(family="qwen3"):
     """T-rand whose layers each add a vector of their own, so that no two taps can be confused."""
-    target = copy.deepcopy(tiny.random_target(family))
+    shared = tiny.random_target(family)
+    # A new one: transformers' hooks that note hidden states stay in a model that was once asked for them, and would
+    # come before those that are added here.
+    target = type(shared)(shared.config).eval()
+    target.load_state_dict(shared.state_dict())
     for i, layer in enumerate(target.model.layers):
         shift = torch.randn(64, generator=torch.Generator().manual_seed(i))
         layer.register_forward_hook(lambda module, args, output, shift=shift: output + shift)
