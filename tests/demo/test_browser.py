@@ -209,6 +209,13 @@ def test_keyboard_and_labels(chromium, calm):
         assert "Finished" in page.locator("#ds-live [role=status]").text_content()
 
 
+def expect_none(locator) -> None:
+    """Wait until the page holds nothing of the kind."""
+    from playwright.sync_api import expect
+
+    expect(locator).to_have_count(0, timeout=PATIENCE)
+
+
 def test_a_higher_threshold_verifies_less(chromium, calm):
     with Visitor(chromium, calm) as visitor:
         visitor.ask("abc")
@@ -216,6 +223,7 @@ def test_a_higher_threshold_verifies_less(chromium, calm):
         text = "".join(t for t, _ in visitor.tokens())
         assert visitor.page.locator("#ds-rounds .ds-cut").count() <= 1, "the length limit may cut the last round"
         visitor.page.click("#ds-clear")
+        expect_none(visitor.page.locator("#ds-past .ds-token, #ds-now .ds-token"))
         visitor.set("Confidence threshold", 0.7)
         visitor.ask("abc")
         assert 0 < int(visitor.stat("num_verified")) < whole
