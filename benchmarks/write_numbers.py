@@ -59,6 +59,7 @@ def cpu_setting(report: dict) -> str:
         f"({env['cpu']['capability']}), {env['prompts_per_set']} prompts of each set, {env['template']}, at most "
         f"{env['max_new_tokens']} new tokens, seed {env['seed']}; {versions}. "
         "Speed-ups are medians over prompts of the ratio to plain generate in the same run."
+        + (f" This was {report['note']}." if "note" in report else "")
     )
 
 
