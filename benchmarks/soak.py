@@ -21,30 +21,18 @@ from pathlib import Path
 import psutil
 import torch
 import transformers
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 from transformers.utils import logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import checks
 import hf_dspark
 import tiny
 
 LONGEST = 400
 SAMPLES = 60  # of memory, over the whole run
 MOST_GROWTH = 0.02  # of memory, from the second quarter of the run to the last
-
-
-class Interrupt(StoppingCriteria):
-    """A user who gives up after `calls` tokens."""
-
-    def __init__(self, calls: int):
-        self.calls = calls
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls -= 1
-        if self.calls < 0:
-            raise KeyboardInterrupt
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
 class Soak:
@@ -126,7 +114,9 @@ class Soak:
     def run(self, generate, plain, inputs: dict, options: dict) -> torch.Tensor | None:
         """A call, interrupted or not; the text if there is one."""
         interrupts = self.rng.random() < 0.2
-        criteria = StoppingCriteriaList([Interrupt(self.rng.randint(0, 30))]) if interrupts else StoppingCriteriaList()
+        criteria = (
+            StoppingCriteriaList([checks.Interrupt(self.rng.randint(0, 30))]) if interrupts else StoppingCriteriaList()
+        )
         found = None
         with hf_dspark.record() as stats:
             try:

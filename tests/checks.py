@@ -237,3 +237,40 @@ class CallCounter:
 
     def __exit__(self, *_):
         self.handle.remove()
+
+
+class Interrupt(StoppingCriteria):
+    """A user who gives up after `calls` tokens."""
+
+    def __init__(self, calls: int):
+        self.calls = calls
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls -= 1
+        if self.calls < 0:
+            raise KeyboardInterrupt
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def run_cases(run_case, seeds) -> dict[int, dict]:
+    """What `run_case(seed, note)` returns for each seed; a failure says which case it was, and its note."""
+    results = {}
+    for seed in seeds:
+        note: dict = {}
+        try:
+            results[seed] = run_case(seed, note)
+        except Exception as error:
+            raise AssertionError(f"case {seed}: {note}: {error}") from error
+    return results
+
+
+def same_proposals(one, other, temperature: float = 0.0, *, num_tokens: int) -> None:
+    """Two drafts propose the same bit for bit, behind a context of random features (three taps of width 64)."""
+    anchors, features = torch.tensor([5, 40]), torch.randn(2, num_tokens, 192)
+    first, second = (
+        model.propose(anchors, features, temperature=temperature, generator=torch.Generator().manual_seed(1))
+        for model in (one, other)
+    )
+    for name in ("tokens", "logits", "base_logits", "hidden_states", "confidence_logits", "survival"):
+        left, right = getattr(first, name), getattr(second, name)
+        assert (left is None and right is None) or torch.equal(left, right), name

@@ -149,12 +149,7 @@ RESULTS: dict[int, dict] = {}
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 @pytest.mark.parametrize("chunk", range(CASES // CHUNK))
 def test_batches_equal_plain_generate(chunk):
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        note: dict = {}
-        try:
-            RESULTS[seed] = run_case(seed, note)
-        except Exception as error:
-            raise AssertionError(f"case {seed}: {note}: {error}") from error
+    RESULTS.update(checks.run_cases(run_case, range(chunk * CHUNK, (chunk + 1) * CHUNK)))
 
 
 def test_the_cases_reach_every_path():

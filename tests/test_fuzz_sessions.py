@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from test_fuzz_batch import draft_of, teach
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteriaList
 
 import checks
 import hf_dspark
@@ -22,19 +22,6 @@ TARGETS = (
     ("gemma3_text", {"sliding_window": 4}), ("llama", {}), ("gpt2", {}), ("gpt_neox", {}), ("lfm2", {}),
     ("qwen3_next", {}),
 )  # fmt: skip
-
-
-class Interrupt(StoppingCriteria):
-    """A user who gives up after `calls` tokens."""
-
-    def __init__(self, calls: int):
-        self.calls = calls
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.calls -= 1
-        if self.calls < 0:
-            raise KeyboardInterrupt
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
 def draw_window(rng: random.Random) -> hf_dspark.ContextWindow | None:
@@ -60,7 +47,7 @@ def run_turn(rng: random.Random, session, rows: list[list[int]], lesson: str, op
     teach(rng, session.draft, lesson, texts)
     if rng.random() < 0.25:
         note["interrupts"] += 1
-        criteria = StoppingCriteriaList([Interrupt(rng.randint(0, 8))])
+        criteria = StoppingCriteriaList([checks.Interrupt(rng.randint(0, 8))])
         with contextlib.suppress(KeyboardInterrupt):
             session.generate(**inputs, **options, stopping_criteria=criteria)
     with hf_dspark.record() as stats:
@@ -108,12 +95,7 @@ RESULTS: dict[int, dict] = {}
 
 @pytest.mark.parametrize("chunk", range(CASES // CHUNK))
 def test_sessions_equal_plain_generate(chunk):
-    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
-        note: dict = {}
-        try:
-            RESULTS[seed] = run_case(seed, note)
-        except Exception as error:
-            raise AssertionError(f"case {seed}: {note}: {error}") from error
+    RESULTS.update(checks.run_cases(run_case, range(chunk * CHUNK, (chunk + 1) * CHUNK)))
 
 
 def test_the_cases_reach_every_path():

@@ -12,7 +12,7 @@ from ..generation.continuous import ContinuousDecoder
 logger = logging.get_logger(__name__)
 
 PADDED_TO = 64
-WAVE = 8
+WAVE = 8  # texts for each row, so that rows stay full but for the end
 
 
 class Writer:

@@ -1,6 +1,7 @@
 """Checkpoints of every family, made from the description of its format, propose what their DeepSpec twins propose."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from family_files import (
 )
 from safetensors.torch import load_file
 
+import checks
 from deepspec_files import draft
 from hf_dspark import DSparkForCausalLM
 from hf_dspark.formats import open_checkpoint
@@ -60,15 +62,7 @@ def shared_with(target, tensors):
     return tensors | {"embed_tokens.weight": embeddings.detach(), "lm_head.weight": head.detach()}
 
 
-def same_proposals(one, other, temperature=0.0):
-    anchors, features = torch.tensor([5, 40]), torch.randn(2, 9, 192)
-    first, second = (
-        model.propose(anchors, features, temperature=temperature, generator=torch.Generator().manual_seed(1))
-        for model in (one, other)
-    )
-    for name in ("tokens", "logits", "base_logits", "hidden_states", "confidence_logits", "survival"):
-        left, right = getattr(first, name), getattr(second, name)
-        assert (left is None and right is None) or torch.equal(left, right), name
+same_proposals = partial(checks.same_proposals, num_tokens=9)
 
 
 def loaded_pair(name):

@@ -1,12 +1,14 @@
 """The speculators format: what is decided, what is refused, and drafts that propose what their DeepSpec twins do."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from family_files import SHARED, some_ids, speculators_files, without
 from safetensors.torch import load_file
 
+import checks
 from deepspec_files import draft, info
 from hf_dspark import DSparkForCausalLM
 from hf_dspark.formats import foreign_config, open_checkpoint
@@ -19,15 +21,7 @@ def open_files(folder, files, **kwargs):
     return open_checkpoint(write_draft(folder, *files), **kwargs).config
 
 
-def same_proposals(one, other, temperature=0.0):
-    anchors, features = torch.tensor([5, 40]), torch.randn(2, 6, 192)
-    first, second = (
-        model.propose(anchors, features, temperature=temperature, generator=torch.Generator().manual_seed(1))
-        for model in (one, other)
-    )
-    for name in ("tokens", "logits", "base_logits", "hidden_states", "confidence_logits", "survival"):
-        left, right = getattr(first, name), getattr(second, name)
-        assert (left is None and right is None) or torch.equal(left, right), name
+same_proposals = partial(checks.same_proposals, num_tokens=6)
 
 
 # ---- full vocabulary
