@@ -73,22 +73,25 @@ def synchronize() -> None:
 def parts(run: Run) -> dict[str, float]:
     """Milliseconds of the pieces of a forward, each alone."""
     batch = run.batch(0)
-    inputs, logits = run.inputs(batch, "0")
+    inputs = run.inputs(batch, "0")
 
     def backbone():
         with run.objective.autocast():
-            return forward_blocks(run.draft, *inputs, lazy=True)
+            return forward_blocks(run.draft, *inputs[1:], lazy=True)
 
     def with_backward():
-        run.objective(inputs, logits).loss.backward()
-        run.draft.zero_grad()
+        run.objective(*inputs).loss.backward()
+        run.optimizer.zero_grad(set_to_none=False)
 
-    return {
-        "target": milliseconds(lambda: run.teacher.read(inputs[0])),
+    found = {
+        "target": milliseconds(lambda: run.teacher.read(inputs[1])),
         "draft_forward": milliseconds(backbone),
-        "objective_forward_and_loss": milliseconds(lambda: run.objective(inputs, logits)),
+        "objective_forward_and_loss": milliseconds(lambda: run.objective(*inputs)),
         "objective_with_backward": milliseconds(with_backward),
     }
+    if run.recorded is not None:
+        found["objective_with_backward_recorded"] = milliseconds(lambda: run.recorded(*inputs))
+    return found
 
 
 def bench(name: str, folder: Path, args: argparse.Namespace) -> dict:

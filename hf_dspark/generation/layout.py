@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import confidence
+from ..scheduling.scheduler import allocate
 from .ragged_cache import SPARE, FlatTokens
 
 
@@ -98,6 +99,14 @@ def decide_lengths(
     if truncates and c is not None:
         verified = torch.minimum(verified, confidence.truncate(c, threshold))
     return c, torch.where(lanes.active, verified, -1)
+
+
+def share(lanes: Lanes, c: torch.Tensor, limits: torch.Tensor, size: int) -> torch.Tensor:
+    """ℓ [L] within `limits` [L]: what a flat axis of `size` tokens has left beside the anchors goes to the drafts that
+    are most likely to survive by c_k [L, γ]."""
+    possible = torch.arange(c.shape[1], device=c.device) < limits[:, None]
+    a = torch.where(possible, confidence.survival(c), 0.0)
+    return torch.minimum(limits, allocate(a, size - lanes.active.sum()))
 
 
 def lay_verify(

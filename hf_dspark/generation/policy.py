@@ -1,5 +1,6 @@
 """`DraftPolicy`: how the drafts of a call are chosen, and how many of them are verified."""
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
@@ -91,38 +92,45 @@ class DraftPolicy:
             c: [R, γ] or `None`.
             room: drafts that each row's length limit leaves room for, `None` without limit.
         """
-        count, threshold = self.options.num_assistant_tokens, self.options.threshold
-        lengths = [count if limit is None else min(count, limit) for limit in room]
-        if c is None:
-            return lengths
-        if threshold > 0:
-            kept = confidence.truncate(c, threshold).tolist()
-            lengths = [min(pair) for pair in zip(lengths, kept, strict=True)]
-        if isinstance(self.scheduler, PrefixScheduler):
-            a = self._survival(c, lengths)
-            planned = self.scheduler.schedule(a)
-            if self.scheduler.lagged:
-                self.scheduler.update(a)
-            lengths = [min(pair) for pair in zip(lengths, planned, strict=True)]
-        return lengths
+        limits = self._limits(c, room)
+        if c is None or not isinstance(self.scheduler, PrefixScheduler):
+            return limits
+        a = self._survival(c, limits)
+        planned = self.scheduler.schedule(a)
+        if self.scheduler.lagged:
+            self.scheduler.update(a)
+        return [min(pair) for pair in zip(limits, planned, strict=True)]
 
-    def verifies_all(self, num_rows: int) -> bool:
-        """Whether the scheduler has decided, before the coming drafts are known, that all of them are verified."""
-        scheduler = self.scheduler
-        if not isinstance(scheduler, PrefixScheduler) or not scheduler.lagged or (budget := scheduler.budget()) is None:
-            return False
-        return budget >= num_rows * self.options.num_assistant_tokens
+    @property
+    def decides_before(self) -> bool:
+        """Whether the scheduler knows the number of drafts to verify before they are drafted."""
+        return isinstance(self.scheduler, PrefixScheduler) and self.scheduler.lagged
 
-    def after_whole_round(self, c: torch.Tensor, verified: list[int]) -> None:
-        """Tell the scheduler of a round that verified all drafts: c_k [R, γ], and ℓ of every row."""
+    def budget(self, num_rows: int) -> int | None:
+        """Drafts to verify in the coming round, over all rows; `None` for all of them. See `decides_before`."""
         assert isinstance(self.scheduler, PrefixScheduler)
-        self.scheduler.update(self._survival(c, verified))
+        budget = self.scheduler.budget()
+        return None if budget is None or budget >= num_rows * self.options.num_assistant_tokens else budget
 
-    def _survival(self, c: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def update(self, c: torch.Tensor, room: list[int | None]) -> None:
+        """Tell the scheduler of the round that `budget` was for; arguments as for `lengths`."""
+        assert isinstance(self.scheduler, PrefixScheduler)
+        self.scheduler.update(self._survival(c, self._limits(c, room)))
+
+    def _limits(self, c: torch.Tensor | None, room: list[int | None]) -> list[int]:
+        """ℓ of every row without a scheduler."""
+        count, threshold = self.options.num_assistant_tokens, self.options.threshold
+        limits = [count if limit is None else min(count, limit) for limit in room]
+        if c is not None and threshold > 0:
+            kept = confidence.truncate(c, threshold).tolist()
+            limits = [min(pair) for pair in zip(limits, kept, strict=True)]
+        return limits
+
+    def _survival(self, c: torch.Tensor, limits: list[int]) -> np.ndarray:
         """a_j [R, count]; drafts that cannot be verified anyway are not to take part of the budget."""
         count = self.options.num_assistant_tokens
-        a = confidence.survival(c[:, :count]).double().cpu()
-        return torch.where(torch.arange(count) < torch.tensor(lengths)[:, None], a, 0.0)
+        a = c[:, :count].detach().cpu().numpy().astype(np.float64).cumprod(axis=1)
+        return np.where(np.arange(count) < np.array(limits)[:, None], a, 0.0)
 
     def verified(self, c: torch.Tensor | None, limit: int | None) -> int:
         """ℓ of one row: `c` [γ] or `None`, `limit` the drafts that the length limit leaves room for."""

@@ -242,14 +242,15 @@ class RaggedLoop:
         """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
         if not self._drafted:
             return self.rounds.run(graphs, width, replace(kind, count=0)).tolist()
-        n, gamma = len(active), self.rounds.gamma
-        if self.policy.verifies_all(n):  # one recording, as without a scheduler
-            lines = self.rounds.run(graphs, width, kind)
-            c = lines[:n, gamma + 3 :].contiguous().view(torch.float32)
-            self.policy.after_whole_round(c, lines[:n, gamma + 2].tolist())
+        n, room = len(active), self._room(active)
+        if self.policy.decides_before:  # one recording, as without a scheduler
+            budget = self.policy.budget(n)
+            lines = self.rounds.run(graphs, width, kind, None if budget is None else n + budget)
+            c = lines[:n, self.rounds.gamma + 3 :].contiguous().view(torch.float32)
+            self.policy.update(c, room)
             return lines.tolist()
         c = self.rounds.propose(graphs, width, kind)
-        lengths = self.policy.lengths(None if c is None else c[:n], self._room(active))
+        lengths = self.policy.lengths(None if c is None else c[:n], room)
         return self.rounds.conclude(graphs, width, lengths, kind).tolist()
 
     @staticmethod

@@ -30,6 +30,7 @@ from .layout import (
     lay_verify,
     move_on,
     report,
+    share,
 )
 from .ragged_cache import FlatTokens, RaggedContext
 from .twin import Twin
@@ -71,9 +72,11 @@ def open_round(
 
 
 def plan_verify(
-    lanes: Lanes, lengths: torch.Tensor, drafts: torch.Tensor, size: int | None, *decision: Any
+    lanes: Lanes, lengths: torch.Tensor, drafts: torch.Tensor, size: int | None, shared: bool, *decision: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor, VerifyTokens]:
     c, verified = decide_lengths(lanes, *decision)
+    if shared and c is not None and size is not None:
+        verified = share(lanes, c, verified, size)
     return c, verified, lay_verify(lanes, lengths, drafts, verified, size)
 
 
@@ -133,22 +136,31 @@ class Rounds:
             self.ends.copy_(ends)
             self.seed.copy_(seed)
 
-    def run(self, graphs: Graphs, width: int, options: RoundOptions) -> torch.Tensor:
+    def run(self, graphs: Graphs, width: int, options: RoundOptions, num_tokens: int | None = None) -> torch.Tensor:
         """One round of at most `width` running rows, all on the device.
+
+        Args:
+            num_tokens: to verify, anchors included: the drafts that are most likely to survive. `None` for all of
+                them. Recordings take more, since theirs is a multiple of `width`, so there are γ + 1 at most; once rows
+                have ended, a power of two times `width`: widths that last for a few rounds do not pay for many.
 
         Returns:
             [width, 2γ + 3] int32 on the host, lane by lane: drafts, the target's own token, accepted, verified, and the
             bits of c_k (0 without a confidence head).
         """
-        key = ("round", self.num_rows, width, options, self.warpers.kind)
-        return graphs.run(key, lambda: self._round(width, options, graphs.enabled), self._static(width)).cpu()
+        size = whole = width * (options.count + 1)
+        if num_tokens is not None:
+            size = min(whole, self._flat_size(num_tokens, width) if graphs.enabled else num_tokens)
+        shared = size < whole
+        key = ("round", self.num_rows, width, size, options, self.warpers.kind)
+        static = self._static(width) and not shared
+        return graphs.run(key, lambda: self._round(width, options, size, shared, graphs.enabled), static).cpu()
 
-    def _round(self, width: int, options: RoundOptions, recorded: bool) -> torch.Tensor:
+    def _round(self, width: int, options: RoundOptions, size: int, shared: bool, recorded: bool) -> torch.Tensor:
         proposed = self._propose(width, options, recorded)
-        size = width * (options.count + 1) if recorded else None
         decision = proposed.confidence_logits, self.temperatures, self.threshold, options.count, options.truncates
-        plan = self._do(plan_verify, recorded)
-        c, lengths, at = plan(proposed.lanes, self.lengths, proposed.drafts, size, *decision)
+        plan, flat = self._do(plan_verify, recorded), size if recorded or shared else None
+        c, lengths, at = plan(proposed.lanes, self.lengths, proposed.drafts, flat, shared, *decision)
         return self._conclude(proposed, c, lengths, at, options, recorded)
 
     def _propose(self, width: int, options: RoundOptions, recorded: bool) -> Proposed:
@@ -194,11 +206,7 @@ class Rounds:
         return None if self._c is None else self._c.cpu()
 
     def conclude(self, graphs: Graphs, width: int, lengths: list[int], options: RoundOptions) -> torch.Tensor:
-        """Verify `lengths[i]` drafts of each lane with a row; returns what `run` returns.
-
-        The flat axis is padded to a multiple of `width`, so there are γ + 1 recordings at most; once rows have ended,
-        to a power of two times `width`: widths that last for a few rounds do not pay for many recordings.
-        """
+        """Verify `lengths[i]` drafts of each lane with a row; returns what `run` returns."""
         recorded, proposed, before, c = graphs.enabled, self._proposed, self._before, self._c
         size = self._flat_size(sum(lengths) + len(lengths), width) if recorded else None
         padded = torch.tensor(lengths + [-1] * (width - len(lengths)))
@@ -216,6 +224,7 @@ class Rounds:
         return graphs.run(key, function, whole and self._static(width)).cpu()
 
     def _flat_size(self, num_tokens: int, width: int) -> int:
+        """Of a recording with room for `num_tokens`."""
         per_lane = -(-num_tokens // width)
         if width < self.num_rows:
             per_lane = min(bucket(per_lane), self.gamma + 1)

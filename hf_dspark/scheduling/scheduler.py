@@ -98,8 +98,8 @@ class PrefixScheduler:
 
         Args:
             survival: [R, γ] a_j of the current drafts; a tensor, array or nested list.
-            budget: total number of drafts, given to those most likely to survive. `None`: in lagged mode `budget()`;
-                else, and in the first two rounds, Algorithm 1, which stops at the first draft that does not raise Θ.
+            budget: total number of drafts, given to those most likely to survive. `None`: in lagged mode `budget()`,
+                in its first two rounds all; else Algorithm 1, which stops at the first draft that does not raise Θ.
 
         Raises:
             ValueError: survivals that are not probabilities or rise along a row, or a negative budget.
@@ -109,14 +109,13 @@ class PrefixScheduler:
         if num_rows == 0:
             return []
         if budget is None and self.lagged:
-            budget = self.budget()
+            budget = a.size if self.budget() is None else self.budget()
         elif budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, Integral)) or budget < 0):
             raise ValueError(f"`budget` must be a whole number of drafts, 0 or more, got {budget!r}.")
         if budget is None:
             theta = self._theta(a)
             budget = _early_stop(theta, self.min_gain)
-            if not self.lagged:
-                self._judge(float(theta[budget]), float(theta[0]), num_rows)
+            self._judge(float(theta[budget]), float(theta[0]), num_rows)
         if budget >= a.size:
             return [a.shape[1]] * num_rows
         return allocate(torch.from_numpy(a), int(budget)).tolist()

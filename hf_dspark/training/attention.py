@@ -61,7 +61,9 @@ class BlockContext:
         sizes = (self.num_rows, queries, queries + length)
         self.mask: torch.Tensor | BlockMask
         if uses_flex(anchor_positions.device):
-            self.mask = create_block_mask(rule, sizes[0], None, *sizes[1:], device=anchor_positions.device)
+            device = anchor_positions.device
+            with many_shapes():  # uncompiled, it would write the whole mask first
+                self.mask = compiled(create_block_mask)(rule, sizes[0], None, *sizes[1:], device=device)
         else:
             self.mask = dense_mask(rule, *sizes, device=anchor_positions.device)
 

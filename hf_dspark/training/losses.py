@@ -172,7 +172,7 @@ def slot_values(
     """Cross-entropy and Σ|q − p| of rows, and the gradient of their weighted sum by the draft's logits.
 
     With s = sign(q − p): ∂CE/∂z = q − 1[label] and ∂Σ|q − p|/∂z = q (s − Σ q s). Shapes: addends of the logits [n, V],
-    the others [n].
+    the others [n]. The gradient has the addends' precision, as it is theirs.
     """
     logits = total(addends)
     log_q = logits.log_softmax(dim=-1)
@@ -184,7 +184,7 @@ def slot_values(
     l1_gradient = q * (sign - (q * sign).sum(dim=-1, keepdim=True))
     gradient = ce_weight.unsqueeze(-1) * (q - label.float()) + tv_weight.unsqueeze(-1) * l1_gradient
     gradient = gradient.masked_fill(((ce_weight == 0) & (tv_weight == 0)).unsqueeze(-1), 0)
-    return cross_entropy, difference.abs().sum(dim=-1), gradient
+    return cross_entropy, difference.abs().sum(dim=-1), gradient.to(addends[0].dtype)
 
 
 def _slots(addends: tuple[torch.Tensor, ...], *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from .blocks import BlockOutput, forward_blocks
 from .config import TrainingConfig
 from .data import Batch
 from .losses import LossOutput, dspark_loss
+from .recording import RecordedStep
 from .rows import LogitRows
 from .setup import load_parts
 
@@ -61,13 +63,11 @@ def train(config: TrainingConfig) -> TrainingResult:
 class Objective(nn.Module):
     """Draft and loss as one module, so that gradients are shared between processes when its forward was called."""
 
-    def __init__(self, draft: DSparkForCausalLM, config: TrainingConfig):
+    def __init__(self, draft: DSparkForCausalLM, slot_logits: Callable[..., LogitRows], config: TrainingConfig):
         super().__init__()
+        self.draft, self.slot_logits = draft, slot_logits
         on_cuda = draft.device.type == "cuda"
-        self.draft, self.use_bfloat16 = (
-            draft,
-            config.mixed_precision == "bf16" or (config.mixed_precision == "auto" and on_cuda),
-        )
+        self.use_bfloat16 = config.mixed_precision == "bf16" or (config.mixed_precision == "auto" and on_cuda)
         self.weights: dict[str, Any] = {
             "ce": config.ce,
             "tv": config.tv,
@@ -75,9 +75,16 @@ class Objective(nn.Module):
             "decay": config.decay,
         }
 
-    def forward(self, inputs: tuple[torch.Tensor, ...], target_logits: LogitRows) -> LossOutput:
+    def forward(self, *inputs: torch.Tensor) -> LossOutput:
+        """Loss of `Run.inputs`."""
         with self.autocast():
-            return dspark_loss(forward_blocks(self.draft, *inputs, lazy=True), target_logits, **self.weights)
+            return dspark_loss(*self.logits(*inputs), **self.weights)
+
+    def logits(self, last_hidden: torch.Tensor, *inputs: torch.Tensor) -> tuple[BlockOutput, LogitRows]:
+        """What the draft says, and the target's logits for the same slots."""
+        block = forward_blocks(self.draft, *inputs, lazy=True)
+        anchors = inputs[3]
+        return block, self.slot_logits(last_hidden, anchors, self.draft.config.num_draft_tokens)
 
     def autocast(self) -> torch.autocast:
         """Ours and not accelerate's, whose precision is one for all runs of a process."""
@@ -107,8 +114,9 @@ class Run:
         self.scheduler = get_cosine_schedule_with_warmup(
             self.optimizer, round(config.warmup_ratio * self.total), self.total
         )
-        self.objective = self.accelerator.prepare(Objective(self.draft, config))
+        self.objective = self.accelerator.prepare(Objective(self.draft, self.teacher.slot_logits, config))
         self.optimizer = self.accelerator.prepare(self.optimizer)
+        self.recorded = self._recorded_step()
         self._order: tuple[int, list[list[int]]] = (-1, [])
 
     @property
@@ -125,15 +133,22 @@ class Run:
         rank, count = self.accelerator.process_index, self.accelerator.num_processes
         return self.texts.batch(self._order[1][index][rank::count])
 
-    def inputs(self, batch: Batch, name: str) -> tuple[tuple[torch.Tensor, ...], LogitRows]:
-        """Arguments of the objective; `name` names the random stream of the anchors."""
-        device = self.accelerator.device
-        ids, mask = batch.input_ids.to(device), batch.loss_mask.to(device)
+    def inputs(self, batch: Batch, name: str) -> tuple[torch.Tensor, ...]:
+        """Arguments of the objective: the target's last hidden states, then those of `forward_blocks`.
+
+        `name` names the random stream of the anchors.
+        """
         seed = random.Random(f"anchors {self.config.seed} {name} {self.accelerator.process_index}").getrandbits(62)
-        anchors, keep = sample_anchors(mask, self.config.num_anchors, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        anchors, keep = sample_anchors(batch.loss_mask, self.config.num_anchors, generator)
+        ids, mask, anchors, keep = map(self._on_device, (batch.input_ids, batch.loss_mask, anchors, keep))
         features, last_hidden = self.teacher.read(ids)
-        logits = self.teacher.slot_logits(last_hidden, anchors, self.draft.config.num_draft_tokens)
-        return (ids, mask, features, anchors, keep), logits
+        return last_hidden, ids, mask, features, anchors, keep
+
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copied without waiting for the device, so that steps follow each other at once."""
+        device = self.accelerator.device
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
     # ---- training
 
@@ -168,18 +183,37 @@ class Run:
         for i in range(count):
             forward = self.step * count + i
             batch = self.batch(forward)
-            inputs, target_logits = self.inputs(batch, str(forward))
+            inputs = self.inputs(batch, str(forward))
             with self.accelerator.accumulate(self.objective):
-                output = self.objective(inputs, target_logits)
-                self.accelerator.backward(output.loss)
+                output = self._add_gradients(inputs)
                 if self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.draft.parameters(), self.config.max_grad_norm)
                 self.optimizer.step()
-                self.optimizer.zero_grad()
-            outputs.append(dataclasses.replace(output, loss=output.loss.detach()))
+                self.optimizer.zero_grad(set_to_none=self.recorded is None)
+            outputs.append(output)
             tokens += batch.input_ids.numel() * self.accelerator.num_processes
         self.scheduler.step()
         return outputs, tokens
+
+    def _add_gradients(self, inputs: tuple[torch.Tensor, ...]) -> LossOutput:
+        """The loss of a forward, without gradients, which its backward has added to the parameters."""
+        if self.recorded is not None:
+            try:
+                return self.recorded(*inputs)
+            except RuntimeError as error:
+                logger.warning(f"Steps are not recorded, which makes them slower: {str(error).splitlines()[0]}")
+                self.recorded = None
+        output = self.objective(*inputs)
+        self.accelerator.backward(output.loss)
+        return dataclasses.replace(output, loss=output.loss.detach())
+
+    def _recorded_step(self) -> RecordedStep | None:
+        """Steps of one GPU are recorded; several share gradients during the backward, out of a recording's sight."""
+        device, config = self.accelerator.device, self.config
+        if device.type != "cuda" or config.compile is False or self.accelerator.num_processes > 1:
+            return None
+        trained = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
+        return RecordedStep(self.objective, trained, 1 / config.gradient_accumulation_steps)
 
     @torch.no_grad()
     def validate(self) -> metrics.Validation:
@@ -191,10 +225,10 @@ class Run:
         indices = list(range(len(self.validation_texts)))[self.accelerator.process_index :: count]
         for start in range(0, len(indices), size):
             batch = self.validation_texts.batch(indices[start : start + size])
-            inputs, target_logits = self.inputs(batch, f"validation {start}")
-            with self.accelerator.unwrap_model(self.objective).autocast():
-                block: BlockOutput = forward_blocks(self.draft, *inputs, lazy=True)
-                sums += metrics.block_sums(block, target_logits)
+            inputs = self.inputs(batch, f"validation {start}")
+            objective = self.accelerator.unwrap_model(self.objective)
+            with objective.autocast():
+                sums += metrics.block_sums(*objective.logits(*inputs))
         sums = self.accelerator.reduce(sums, reduction="sum")
         result = metrics.summarise(sums, has_confidence=self.draft.config.enable_confidence_head)
         self._record(metrics.flat(result))

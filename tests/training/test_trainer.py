@@ -145,8 +145,7 @@ def test_accumulation_adds_up(config, tmp_path):
     run = trainer.Run(config(batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1e9))
     expected = []
     for forward in range(2):
-        inputs, logits = run.inputs(run.batch(forward), str(forward))
-        run.objective(inputs, logits).loss.backward()
+        run.objective(*run.inputs(run.batch(forward), str(forward))).loss.backward()
         expected.append(run.draft.fc.weight.grad.clone())
         run.draft.zero_grad()
     seen = []

@@ -1,0 +1,76 @@
+"""Forward and backward of a training step as CUDA graphs, one for each shape of the texts."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .losses import LossOutput
+
+Forward = Callable[..., LossOutput]
+
+
+class RecordedStep:
+    """Adds the gradients of an objective to `parameters`, by replaying what was recorded for the inputs' shapes.
+
+    A step launches more than a thousand small kernels, which takes longer than to run them. Recordings share one memory
+    pool. Gradients stay where they are: clear them with `zero_grad(set_to_none=False)`.
+
+    Args:
+        forward: computes the loss of tensors on the device; no value of theirs may decide what is computed.
+        parameters: those with gradients.
+        scale: factor of the gradients.
+    """
+
+    def __init__(self, forward: Forward, parameters: Sequence[nn.Parameter], scale: float = 1.0):
+        self._forward, self._parameters, self._scale = forward, list(parameters), scale
+        self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, tuple[torch.Tensor, ...], LossOutput]] = {}
+        self._pool: Any = None
+
+    def __call__(self, *inputs: torch.Tensor) -> LossOutput:
+        """The loss, without gradients, which are in the parameters then.
+
+        Raises:
+            RuntimeError: on the first use of a shape, for what cannot be recorded. Gradients are as before.
+        """
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self._recorded:
+            self._recorded[shapes] = self._record(inputs)
+        graph, static, output = self._recorded[shapes]
+        for own, given in zip(static, inputs, strict=True):
+            own.copy_(given)
+        graph.replay()
+        return _map(output, torch.clone)
+
+    def _record(self, inputs: tuple[torch.Tensor, ...]):
+        static = tuple(x.clone() for x in inputs)
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        before = [parameter.grad.clone() for parameter in self._parameters]
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph, stream, main = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        try:
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):  # a backward runs on the stream of its forward
+                for _ in range(2):  # compiles and tunes
+                    self._run(static)
+            main.wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                output = self._run(static)
+        finally:
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad.copy_(gradient)
+        return graph, static, output
+
+    def _run(self, inputs: tuple[torch.Tensor, ...]) -> LossOutput:
+        output = self._forward(*inputs)
+        (output.loss * self._scale).backward()
+        return _map(output, torch.Tensor.detach)
+
+
+def _map(output: LossOutput, function: Callable[[torch.Tensor], torch.Tensor]) -> LossOutput:
+    values = (getattr(output, field.name) for field in dataclasses.fields(output))
+    return LossOutput(*(function(value) for value in values))
