@@ -33,14 +33,24 @@ class Graphs:
         self._pool: Any = None
         self.enabled = False
 
-    def run(self, key: Hashable, function: Callable[[], Any], static: bool = True) -> Any:
+    def run(
+        self,
+        key: Hashable,
+        function: Callable[[], Any],
+        static: bool = True,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
         """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
+
+        `meanwhile` runs on the host while the device is busy.
 
         Raises:
             RecordingFailed: on the first use of a key.
         """
         with TURN:
             outputs = self._run(key, function, static)
+            if meanwhile is not None:
+                meanwhile()
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
         return outputs

@@ -101,11 +101,12 @@ def decide_lengths(
     return c, torch.where(lanes.active, verified, -1)
 
 
-def share(lanes: Lanes, c: torch.Tensor, limits: torch.Tensor, size: int) -> torch.Tensor:
+def share(lanes: Lanes, c: torch.Tensor | None, limits: torch.Tensor, gamma: int, size: int) -> torch.Tensor:
     """ℓ [L] within `limits` [L]: what a flat axis of `size` tokens has left beside the anchors goes to the drafts that
-    are most likely to survive by c_k [L, γ]."""
-    possible = torch.arange(c.shape[1], device=c.device) < limits[:, None]
-    a = torch.where(possible, confidence.survival(c), 0.0)
+    are most likely to survive by c_k [L, γ]; without confidence head to the first ones."""
+    slots = torch.arange(gamma, device=limits.device)
+    a = 1.0 / (2.0 + slots) if c is None else confidence.survival(c)
+    a = torch.where(slots < limits[:, None], a, 0.0)
     return torch.minimum(limits, allocate(a, size - lanes.active.sum()))
 
 

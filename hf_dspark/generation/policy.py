@@ -43,6 +43,7 @@ class DraftPolicy:
         draft.config.check_temperatures()  # they may have been edited
         self._temperatures = draft.config.confidence_temperatures
         self.scheduler, self.notes = _scheduler(draft), [self.options.note]
+        self._untold: list[tuple[np.ndarray, list[int | None]]] = []
         if self.scheduler is not None and draft.confidence_head is None:
             self.scheduler = None
             self.notes.append("draft.scheduler has no effect, the draft has no confidence head")
@@ -95,7 +96,7 @@ class DraftPolicy:
         limits = self._limits(c, room)
         if c is None or not isinstance(self.scheduler, PrefixScheduler):
             return limits
-        a = self._survival(c, limits)
+        a = self._survival(c.detach().cpu().numpy(), limits)
         planned = self.scheduler.schedule(a)
         if self.scheduler.lagged:
             self.scheduler.update(a)
@@ -109,13 +110,19 @@ class DraftPolicy:
     def budget(self, num_rows: int) -> int | None:
         """Drafts to verify in the coming round, over all rows; `None` for all of them. See `decides_before`."""
         assert isinstance(self.scheduler, PrefixScheduler)
-        budget = self.scheduler.budget()
+        budget = self.scheduler.budget(pending=len(self._untold))
         return None if budget is None or budget >= num_rows * self.options.num_assistant_tokens else budget
 
-    def update(self, c: torch.Tensor, room: list[int | None]) -> None:
-        """Tell the scheduler of the round that `budget` was for; arguments as for `lengths`."""
-        assert isinstance(self.scheduler, PrefixScheduler)
-        self.scheduler.update(self._survival(c, self._limits(c, room)))
+    def note_round(self, c: np.ndarray, room: list[int | None]) -> None:
+        """Keep what the scheduler is to know of the round that `budget` was for; arguments as for `lengths`."""
+        self._untold.append((c, room))
+
+    def tell_scheduler(self) -> None:
+        """Tell the scheduler of the last round; its next answer but one depends on it, so there is time."""
+        while self._untold:
+            assert isinstance(self.scheduler, PrefixScheduler)
+            c, room = self._untold.pop()
+            self.scheduler.update(self._survival(c, self._limits(torch.from_numpy(c), room)))
 
     def _limits(self, c: torch.Tensor | None, room: list[int | None]) -> list[int]:
         """ℓ of every row without a scheduler."""
@@ -126,10 +133,10 @@ class DraftPolicy:
             limits = [min(pair) for pair in zip(limits, kept, strict=True)]
         return limits
 
-    def _survival(self, c: torch.Tensor, limits: list[int]) -> np.ndarray:
+    def _survival(self, c: np.ndarray, limits: list[int]) -> np.ndarray:
         """a_j [R, count]; drafts that cannot be verified anyway are not to take part of the budget."""
         count = self.options.num_assistant_tokens
-        a = c[:, :count].detach().cpu().numpy().astype(np.float64).cumprod(axis=1)
+        a = c[:, :count].cumprod(axis=1, dtype=np.float64)
         return np.where(np.arange(count) < np.array(limits)[:, None], a, 0.0)
 
     def verified(self, c: torch.Tensor | None, limit: int | None) -> int:

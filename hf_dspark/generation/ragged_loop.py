@@ -3,13 +3,13 @@
 All verify tokens of a round lie on one flat axis and ended rows leave it, so they cost nothing.
 """
 
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -217,20 +217,20 @@ class RaggedLoop:
             one_hot=self.policy.sample_method == "greedy",
         )
         if self.policy.scheduler is None:
-            lines = rounds.run(graphs, width, kind).tolist()
+            lines = rounds.run(graphs, width, kind)
         else:
             lines = self._scheduled(graphs, width, kind, active)
+        confidences = self._confidences(lines)
         milliseconds = 1000 * (time.perf_counter() - started)
         gamma, drafted = rounds.gamma, self._drafted
         has_confidence = self.draft.confidence_head is not None
-        for row, line in zip(active, lines, strict=False):
+        for row, line, c in zip(active, lines.tolist(), confidences.tolist(), strict=False):
             own, accepted, verified = line[gamma : gamma + 3]
-            c = struct.unpack(f"{gamma}f", struct.pack(f"{gamma}i", *line[gamma + 3 :]))
             committed = row.transcript.commit([*line[:accepted], own])
             self._finish(
                 row,
                 draft_tokens=line[:gamma] if drafted else [],
-                c=list(c) if drafted and has_confidence else None,
+                c=c if drafted and has_confidence else None,
                 verified=verified,
                 committed=committed,
                 accepted=min(committed, accepted),
@@ -238,20 +238,24 @@ class RaggedLoop:
             )
         self._end(active)
 
-    def _scheduled(self, graphs: Graphs, width: int, kind: RoundOptions, active: list[Row]) -> list[list[int]]:
+    def _confidences(self, lines: torch.Tensor) -> np.ndarray:
+        """c_k [L, γ] of what a round returned."""
+        return lines.numpy()[:, self.rounds.gamma + 3 :].view(np.float32)
+
+    def _scheduled(self, graphs: Graphs, width: int, kind: RoundOptions, active: list[Row]) -> torch.Tensor:
         """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
         if not self._drafted:
-            return self.rounds.run(graphs, width, replace(kind, count=0)).tolist()
+            return self.rounds.run(graphs, width, replace(kind, count=0))
         n, room = len(active), self._room(active)
         if self.policy.decides_before:  # one recording, as without a scheduler
             budget = self.policy.budget(n)
-            lines = self.rounds.run(graphs, width, kind, None if budget is None else n + budget)
-            c = lines[:n, self.rounds.gamma + 3 :].contiguous().view(torch.float32)
-            self.policy.update(c, room)
-            return lines.tolist()
+            num_tokens = None if budget is None else n + budget
+            lines = self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self.policy.tell_scheduler)
+            self.policy.note_round(self._confidences(lines)[:n], room)
+            return lines
         c = self.rounds.propose(graphs, width, kind)
         lengths = self.policy.lengths(None if c is None else c[:n], room)
-        return self.rounds.conclude(graphs, width, lengths, kind).tolist()
+        return self.rounds.conclude(graphs, width, lengths, kind)
 
     @staticmethod
     def _room(active: list[Row]) -> list[int | None]:

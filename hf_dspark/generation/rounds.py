@@ -75,8 +75,8 @@ def plan_verify(
     lanes: Lanes, lengths: torch.Tensor, drafts: torch.Tensor, size: int | None, shared: bool, *decision: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor, VerifyTokens]:
     c, verified = decide_lengths(lanes, *decision)
-    if shared and c is not None and size is not None:
-        verified = share(lanes, c, verified, size)
+    if shared and size is not None:
+        verified = share(lanes, c, verified, drafts.shape[1], size)
     return c, verified, lay_verify(lanes, lengths, drafts, verified, size)
 
 
@@ -136,13 +136,21 @@ class Rounds:
             self.ends.copy_(ends)
             self.seed.copy_(seed)
 
-    def run(self, graphs: Graphs, width: int, options: RoundOptions, num_tokens: int | None = None) -> torch.Tensor:
+    def run(
+        self,
+        graphs: Graphs,
+        width: int,
+        options: RoundOptions,
+        num_tokens: int | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """One round of at most `width` running rows, all on the device.
 
         Args:
             num_tokens: to verify, anchors included: the drafts that are most likely to survive. `None` for all of
                 them. Recordings take more, since theirs is a multiple of `width`, so there are γ + 1 at most; once rows
                 have ended, a power of two times `width`: widths that last for a few rounds do not pay for many.
+            meanwhile: what the host does while the device is busy.
 
         Returns:
             [width, 2γ + 3] int32 on the host, lane by lane: drafts, the target's own token, accepted, verified, and the
@@ -154,7 +162,8 @@ class Rounds:
         shared = size < whole
         key = ("round", self.num_rows, width, size, options, self.warpers.kind)
         static = self._static(width) and not shared
-        return graphs.run(key, lambda: self._round(width, options, size, shared, graphs.enabled), static).cpu()
+        function = partial(self._round, width, options, size, shared, graphs.enabled)
+        return graphs.run(key, function, static, meanwhile).cpu()
 
     def _round(self, width: int, options: RoundOptions, size: int, shared: bool, recorded: bool) -> torch.Tensor:
         proposed = self._propose(width, options, recorded)

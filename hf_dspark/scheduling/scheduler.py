@@ -139,16 +139,20 @@ class PrefixScheduler:
         self._budgets.append(budget)
         self._judge(float(theta[budget]), float(theta[0]), num_rows)
 
-    def budget(self) -> int | None:
-        """Lagged mode: drafts to verify in the coming round, over all rows; the best number for two updates ago.
+    def budget(self, pending: int = 0) -> int | None:
+        """Lagged mode: drafts to verify in the coming round, over all rows; the best number for two rounds ago.
 
-        `None` before the second update. Where rows have ended since, it may be more than they have drafts.
+        `None` in the first two rounds. Where rows have ended since, it may be more than they have drafts.
+
+        Args:
+            pending: 1 if the last round has not been told to `update` yet, else 0.
 
         Raises:
             ValueError: the scheduler is not lagged.
         """
         self._check_lagged("budget")
-        return self._budgets[0] if len(self._budgets) == 2 else None
+        back = 2 - pending
+        return self._budgets[-back] if len(self._budgets) >= back else None
 
     def _check_lagged(self, method: str) -> None:
         if not self.lagged:

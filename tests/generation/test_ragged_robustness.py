@@ -180,7 +180,7 @@ def test_allowed_tokens_of_each_row():
 class CommitsFail(Graphs):
     """A device on which one of the recordings does not succeed, for want of memory."""
 
-    def run(self, key, function, static=True):
+    def run(self, key, function, static=True, meanwhile=None):
         if self.enabled and key[0] == "commit":
             raise RecordingFailed("out of memory")
         return function()

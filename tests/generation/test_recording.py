@@ -18,6 +18,8 @@ import tiny
 from hf_dspark.generation import engine, rounds
 from hf_dspark.generation.engine import Engine, FastPath
 from hf_dspark.generation.graphs import Graphs, RecordingFailed
+from hf_dspark.generation.layout import Lanes, share
+from hf_dspark.scheduling.scheduler import PrefixScheduler
 
 ROWS = [[5, 9, 11, 3, 8], [40, 7], [3, 30, 31, 17, 2, 12, 50]]
 FAMILIES = ["perm", "qwen3", "mistral", "gemma2"]
@@ -36,7 +38,9 @@ class Rehearsal(Graphs):
 
     shapes: dict = {}
 
-    def run(self, key, function, static=True):
+    def run(self, key, function, static=True, meanwhile=None):
+        if meanwhile is not None:
+            meanwhile()
         if not self.enabled:
             return function()
         with self._idle(), self._prepared(static):
@@ -141,6 +145,42 @@ def test_recorded_rounds_that_verify_less(options):
     assert min(verified for *_, verified, _ in decisions) < 3
 
 
+class Dear:
+    """Costs under which a part of the drafts is worth verifying."""
+
+    def steps_per_second(self, batch_tokens, num_rows):
+        return 1 / (1 + 0.2 * batch_tokens / num_rows)
+
+
+def test_recorded_rounds_share_a_budget_out():
+    """In lagged mode the number of tokens is known before the round, and the recording is as large as they need."""
+    target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
+    draft = tiny.random_draft(target, taps=(-1, 0), confidence="markov")
+    draft.scheduler = PrefixScheduler(Dear(), lagged=True)
+    plain = target.generate(**checks.batch(ROWS), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    for model in (draft, unrecorded(draft)):
+        text, decisions = run(target, model)
+        assert text == plain.tolist()
+        assert len({verified for *_, verified, _ in decisions}) > 1
+
+
+def test_what_is_left_beside_the_anchors_is_shared_by_survival():
+    """As the scheduler itself shares it on the host; lanes without a row and rows at their end get nothing."""
+    torch.manual_seed(0)
+    scheduler = PrefixScheduler(Dear(), lagged=True)
+    limits = torch.tensor([3, 1, -1, 3])
+    active = limits >= 0
+    lanes = Lanes(*[torch.arange(4)] * 5, torch.zeros(5))._replace(active=active)
+    for size in range(3, 12):
+        c = torch.rand(4, 3)
+        shared = share(lanes, c, limits, 3, size)
+        a = torch.where(torch.arange(3) < limits[:, None], c.cumprod(-1), 0)
+        planned = torch.tensor(scheduler.schedule(a.double(), budget=size - 3))
+        assert shared.tolist() == torch.minimum(planned, limits).tolist()
+        assert int(shared[active].sum()) == min(size - 3, 7)
+        assert share(lanes, None, limits, 3, size)[active].sum() == min(size - 3, 7)
+
+
 WARPERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 
 
@@ -177,7 +217,7 @@ def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
     draft = tiny.random_draft(target, taps=(-1, 0))
     failed = []
 
-    def run(self, key, function, static=True):
+    def run(self, key, function, static=True, meanwhile=None):
         if self.enabled and engine.engine_of(target, draft)._compiled is not None:
             failed.append(key)
             raise RecordingFailed("recompile limit")
