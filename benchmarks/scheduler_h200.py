@@ -6,7 +6,7 @@
 smollm2: the embedded pair on real prompts (FOLDER as for cpu_smollm2.py). 8b: Qwen3-8B's shape with random weights,
 whose confidence and acceptance a script draws: c_k of a round from one of four levels, then each draft is accepted with
 probability c_k, so the confidence is calibrated and rows differ as texts do. All answers have the same number of
-tokens; methods take turns within a run.
+tokens; methods take turns within a run, in alternating order.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: 
     methods = [(f"fixed {n}", n, None) for n in lengths] + [("auto", None, "auto")]
     batch = inputs["input_ids"].shape[0]
     for repeat in range(repeats + 1):
-        for name, count, scheduler in methods:
+        for name, count, scheduler in methods if repeat % 2 else reversed(methods):
             draft.scheduler = scheduler
             options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             restart()
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32,64")
     parser.add_argument("--lengths", default="1,3,5,7")
     parser.add_argument("--new-tokens", type=int, default=192)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -65,6 +65,7 @@ def train(
     markov_rank: Annotated[int, option(DRAFT, "0 trains a DFlash draft.")] = 256,
     markov_head_type: Annotated[HeadType, option(DRAFT, "Kind of Markov head.")] = HeadType.vanilla,
     enable_confidence_head: Annotated[bool, option(DRAFT, "Train a confidence head.")] = True,
+    from_target: Annotated[bool, option(DRAFT, "Begin with the target's last layers where they fit.")] = True,
     ce: Annotated[float, option(LOSS, "Weight of the cross-entropy.")] = 0.1,
     tv: Annotated[float, option(LOSS, "Weight of Σ|q − p|.")] = 0.9,
     confidence: Annotated[float, option(LOSS, "Weight of the confidence head.")] = 1.0,
@@ -75,6 +76,9 @@ def train(
     batch_size: Annotated[int, option(STEPS, "Texts a device and forward.")] = 32,
     gradient_accumulation_steps: Annotated[int, option(STEPS, "Forwards a step.")] = 1,
     learning_rate: Annotated[float, option(STEPS, "Highest; a cosine leads from it to 0.")] = 1e-3,
+    markov_learning_rate: Annotated[
+        float | None, option(STEPS, "Of the Markov tables; by default 4 times that.")
+    ] = None,
     warmup_ratio: Annotated[float, option(STEPS, "Share of the steps.")] = 0.04,
     weight_decay: Annotated[float, option(STEPS, "Of matrices.")] = 0.0,
     adam_beta1: Annotated[float, option(STEPS, "AdamW.")] = 0.9,

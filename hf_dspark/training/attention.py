@@ -25,10 +25,11 @@ def visibility(anchor_positions: torch.Tensor, keep_mask: torch.Tensor, block_si
     the tokens strictly before the block's anchor, which itself is the first slot. Dummies (keep 0) see no token.
     """
     slots = anchor_positions.shape[1] * block_size
+    anchors = anchor_positions.int()  # as the indices on CUDA are
 
     def visible(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         block = query // block_size
-        before = (key - slots < anchor_positions[row, block]) & keep_mask[row, block]
+        before = (key - slots < anchors[row, block]) & keep_mask[row, block]
         return ((key < slots) & (key // block_size == block)) | ((key >= slots) & before)
 
     return visible

@@ -34,6 +34,7 @@ class TrainingConfig:
             as in `DSparkConfig`; rank 0 for a draft without Markov head (DFlash).
         target_layer_ids (`list[int]`, *optional*): taps; by default 5, spread evenly from layer 1 to depth − 3.
         mask_token_id (`int`, *optional*): by default a row of the vocabulary that stands for no text.
+        from_target (`bool`): begin with the target's last layers where they fit, not with random weights.
 
     > Objective
 
@@ -44,8 +45,10 @@ class TrainingConfig:
 
         max_steps (`int`, *optional*): optimiser steps; `None` for `num_epochs` passes over the data.
         batch_size (`int`): texts a device and forward. gradient_accumulation_steps (`int`): forwards a step.
-        learning_rate (`float`): at the end of the warm-up, from where a cosine leads to 0. warmup_ratio (`float`): of
-            the steps. weight_decay, adam_beta1, adam_beta2, max_grad_norm (`float`): AdamW and clipping.
+        learning_rate (`float`): at the end of the warm-up, from where a cosine leads to 0. markov_learning_rate
+            (`float`, *optional*): of the Markov head's tables W1 and W2, of which a step sees few rows; by default
+            4 · `learning_rate`. warmup_ratio (`float`): of the steps. weight_decay, adam_beta1, adam_beta2,
+            max_grad_norm (`float`): AdamW and clipping.
         mixed_precision (`str`): `"bf16"`, `"no"`, or `"auto"` for bf16 on CUDA. Weights and optimiser are float32.
         compile (`bool`, *optional*): of the target's layers, which takes a minute once; by default on CUDA.
         seed (`int`): of the weights, the order of the texts and the anchors.
@@ -77,6 +80,7 @@ class TrainingConfig:
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
+    from_target: bool = True
 
     ce: float = 0.1
     tv: float = 0.9
@@ -89,6 +93,7 @@ class TrainingConfig:
     batch_size: int = 32
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-3
+    markov_learning_rate: float | None = None
     warmup_ratio: float = 0.04
     weight_decay: float = 0.0
     adam_beta1: float = 0.9
@@ -133,7 +138,7 @@ class TrainingConfig:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         shape = (
             "num_hidden_layers", "block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type",
-            "enable_confidence_head",
+            "enable_confidence_head", "from_target",
         )  # fmt: skip
         changed = [f"`{name}`" for name in shape if getattr(self, name) != defaults[name]]
         if self.init_from is not None and changed:

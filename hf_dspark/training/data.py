@@ -78,6 +78,10 @@ class Texts:
         train, validation = (Texts([self._ids[i] for i in p], [self._masks[i] for i in p]) for p in parts)
         return train, validation
 
+    def longest(self, count: int) -> list[int]:
+        """Indices of the longest texts."""
+        return sorted(range(len(self)), key=lambda i: len(self._ids[i]))[-count:]
+
     def used_tokens(self) -> set[int]:
         return set(torch.cat(self._ids).unique().tolist())
 

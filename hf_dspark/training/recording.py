@@ -35,16 +35,22 @@ class RecordedStep:
         Raises:
             RuntimeError: on the first use of a shape, for what cannot be recorded. Gradients are as before.
         """
-        shapes = tuple(x.shape for x in inputs)
-        if shapes not in self._recorded:
-            self._recorded[shapes] = self._record(inputs)
-        graph, static, output = self._recorded[shapes]
+        self.record(*inputs)
+        graph, static, output = self._recorded[_shapes(inputs)]
         for own, given in zip(static, inputs, strict=True):
             own.copy_(given)
         graph.replay()
         return _map(output, torch.clone)
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]):
+    def __len__(self) -> int:
+        """Number of recordings."""
+        return len(self._recorded)
+
+    def record(self, *inputs: torch.Tensor) -> None:
+        """Make sure that there is a recording for the inputs' shapes. The largest come best first: it takes memory that
+        is enough for the smaller ones."""
+        if _shapes(inputs) in self._recorded:
+            return
         static = tuple(x.clone() for x in inputs)
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -63,12 +69,16 @@ class RecordedStep:
         finally:
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad.copy_(gradient)
-        return graph, static, output
+        self._recorded[_shapes(inputs)] = graph, static, output
 
     def _run(self, inputs: tuple[torch.Tensor, ...]) -> LossOutput:
         output = self._forward(*inputs)
         (output.loss * self._scale).backward()
         return _map(output, torch.Tensor.detach)
+
+
+def _shapes(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Size, ...]:
+    return tuple(x.shape for x in inputs)
 
 
 def _map(output: LossOutput, function: Callable[[torch.Tensor], torch.Tensor]) -> LossOutput:

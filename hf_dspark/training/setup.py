@@ -14,6 +14,7 @@ from ..modeling_dspark import DSparkForCausalLM
 from . import checkpoint
 from .config import TrainingConfig
 from .data import Texts
+from .from_target import start_from_target
 from .new_draft import new_draft, unused_token
 from .teacher import Teacher
 
@@ -66,7 +67,10 @@ def _fresh_draft(config: TrainingConfig, target: PreTrainedModel, name: str, use
         markov_head_type=config.markov_head_type,
         enable_confidence_head=config.enable_confidence_head,
     )
-    logger.info(f"New draft: taps {draft.config.target_layer_ids}, mask token {mask}.")
+    taken = start_from_target(draft, target) if config.from_target else []
+    logger.info(
+        f"New draft: taps {draft.config.target_layer_ids}, mask token {mask}, {len(taken)} tensors from the target."
+    )
     return draft
 
 

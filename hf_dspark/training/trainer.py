@@ -199,6 +199,9 @@ class Run:
         """The loss of a forward, without gradients, which its backward has added to the parameters."""
         if self.recorded is not None:
             try:
+                if not len(self.recorded):  # what the longest texts need is enough for all that follow
+                    longest = self.texts.batch(self.texts.longest(len(inputs[1])))
+                    self.recorded.record(*self.inputs(longest, "longest"))
                 return self.recorded(*inputs)
             except RuntimeError as error:
                 logger.warning(f"Steps are not recorded, which makes them slower: {str(error).splitlines()[0]}")
@@ -328,15 +331,20 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
 def make_optimizer(draft: DSparkForCausalLM, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW on everything but the shared embeddings and head; norms and biases do not decay."""
     frozen = ("embed_tokens.", "lm_head.")
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "tables": []}
     for name, parameter in draft.named_parameters():
         if name.startswith(frozen):
             parameter.requires_grad_(False)
+        elif name.startswith(("markov_head.markov_w1.", "markov_head.markov_w2.")):
+            groups["tables"].append(parameter)
         else:
-            groups[parameter.dim() > 1].append(parameter)
+            groups["matrices" if parameter.dim() > 1 else "vectors"].append(parameter)
+    rate = 4 * config.learning_rate if config.markov_learning_rate is None else config.markov_learning_rate
+    more: dict[str, dict[str, float]] = {"matrices": {}, "vectors": {"weight_decay": 0.0}, "tables": {"lr": rate}}
     return torch.optim.AdamW(
-        [{"params": groups[True], "weight_decay": config.weight_decay}, {"params": groups[False], "weight_decay": 0.0}],
+        [{"params": found} | more[kind] for kind, found in groups.items() if found],
         lr=config.learning_rate,
+        weight_decay=config.weight_decay,
         betas=(config.adam_beta1, config.adam_beta2),
         fused=draft.device.type == "cuda",
     )

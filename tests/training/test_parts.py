@@ -13,6 +13,7 @@ import tiny
 from hf_dspark import context_features, training
 from hf_dspark.training import metrics
 from hf_dspark.training.data import Texts
+from hf_dspark.training.from_target import start_from_target
 from hf_dspark.training.teacher import Teacher
 
 # ---- teacher
@@ -105,6 +106,27 @@ def test_new_draft_fits_any_family(family, tmp_path):
     assert type(again).__name__ == "Qwen3DSparkModel" and not again.config.has_embed_tokens
     output = target.generate(torch.tensor([[3, 4]]), assistant_model=again, max_new_tokens=8, do_sample=False)
     assert torch.equal(output, target.generate(torch.tensor([[3, 4]]), max_new_tokens=8, do_sample=False))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_new_draft_begins_with_the_last_layers(family):
+    """What was taken is the target's, what was not is as it was, and a norm that means something else is not taken."""
+    target = tiny.random_target(family, layers=3)
+    draft = training.new_draft(target, mask_token_id=63, markov_rank=8)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    taken = start_from_target(draft, target)
+    given = target.base_model.state_dict()
+    for name, tensor in draft.state_dict().items():
+        if name not in taken:
+            assert torch.equal(tensor, before[name]), name
+        elif name.startswith("layers."):
+            assert torch.equal(tensor, given[name.replace("s.1.", "s.2.").replace("s.0.", "s.1.")]), name
+    assert "fc.weight" in taken
+    usual = family.startswith(("qwen3", "llama", "mistral", "gemma")) and family != "qwen3_next"
+    assert ("layers.0.mlp.down_proj.weight" in taken) == usual
+    assert ("norm.weight" in taken) == (usual and not family.startswith("gemma")), taken
+    width = draft.config.hidden_size
+    assert torch.equal(draft.fc.weight[:, -width:], before["fc.weight"][:, -width:] + torch.eye(width))
 
 
 # ---- texts

@@ -1,0 +1,57 @@
+"""A fresh draft that starts from its target's last layers instead of random weights."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..modeling_dspark import DSparkForCausalLM
+
+
+@torch.no_grad()
+def start_from_target(draft: DSparkForCausalLM, target: PreTrainedModel) -> list[str]:
+    """Copy what fits of the target's last layers and final norm into the draft, and let `fc` begin as its last tap.
+
+    A projection fits when name and shape are the same, a norm when it also computes the same (some families store
+    their weights as differences from 1). What does not fit keeps its random weights.
+
+    Returns:
+        names of the draft's parameters that were set.
+    """
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    layers = next((m for m in target.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+    pairs = [("norm", draft.norm, getattr(target.base_model, "norm", None))]
+    for i, own in enumerate(draft.layers):
+        theirs = None if layers is None else layers[max(depth - len(draft.layers) + i, 0)]
+        for name, module in own.named_modules():
+            if theirs is not None and not list(module.children()):
+                pairs.append((f"layers.{i}.{name}", module, _submodule(theirs, name)))
+    done = [f"{name}.weight" for name, module, source in pairs if source is not None and _copy(module, source)]
+    width = draft.config.hidden_size
+    if draft.fc.weight.shape[0] == width and draft.fc.weight.shape[1] % width == 0:
+        draft.fc.weight[:, -width:] += torch.eye(width, device=draft.fc.weight.device, dtype=draft.fc.weight.dtype)
+        done.append("fc.weight")
+    return done
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _copy(module: nn.Module, source: nn.Module) -> bool:
+    """Take the weight over if `module` then computes what `source` does."""
+    own, given = getattr(module, "weight", None), getattr(source, "weight", None)
+    if own is None or given is None or own.shape != given.shape or not given.is_floating_point() or given.is_meta:
+        return False
+    if getattr(source, "bias", None) is not None and getattr(module, "bias", None) is None:
+        return False
+    before = own.clone()
+    own.copy_(given)
+    x = torch.randn(2, own.shape[-1], generator=torch.Generator().manual_seed(0)).to(given)
+    expected = source(x).float()
+    if torch.allclose(module(x.to(own)).float().to(expected.device), expected, rtol=0.05, atol=0.05):
+        return True
+    own.copy_(before)
+    return False
