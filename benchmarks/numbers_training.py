@@ -4,8 +4,8 @@ from numbers_h200 import environment, table
 
 TRAINED = (
     "`dspark` is the embedded draft, `dflash` the same without Markov head, trained for as many steps on the same "
-    "texts (`benchmarks/embedded_draft/recipe.sh`); `previous` is the draft that the embedded one replaced. τ is "
-    "committed tokens over rounds of all prompts of a set."
+    "texts (`benchmarks/embedded_draft/recipe.sh`); `previous` is the draft that the embedded one replaced (3,200 steps "
+    "from random weights), `start` the first of all. τ is committed tokens over rounds of all prompts of a set."
 )
 
 
@@ -40,15 +40,45 @@ def throughput(report: dict) -> list[str]:
             f"{result['memory_gb']:.1f}",
             f"{result['milliseconds']['target']:.1f}",
             f"{result['milliseconds']['objective_with_backward']:.1f}",
+            f"{result['milliseconds']['objective_with_backward_recorded']:.1f}",
         ]
         for result in report["results"]
     ]
     heads = ["head", "supervised block positions/s", "step, ms", "peak memory, GB", "target, ms", "objective, ms"]
+    heads += ["objective recorded, ms"]
     return [
         "## Training",
         f"One {env['device']}, transformers {env['transformers']}, torch {env['torch']}. Target of SmolLM2-135M's "
         f"shape with random weights, draft of 2 layers, {given['batch_size']} texts of {given['length']} tokens, "
-        f"{given['num_anchors']} blocks of 7 each; target's forward, draft, loss, backward, AdamW. Target and "
-        "objective are timed alone.",
+        f"{given['num_anchors']} blocks of 7 each; target's forward, draft, loss, backward, AdamW. The step replays a "
+        "recorded objective; target and objective (draft, loss, backward) are timed alone."
+        + (f" Measured with {report['note']}." if "note" in report else ""),
         table(heads, rows),
+    ]
+
+
+def schedulers(report: dict) -> list[str]:
+    """Fixed numbers of drafts against the scheduler, from scheduler_h200_*.json."""
+    lines = []
+    for result in report["batches"]:
+        of = result["methods"]
+        auto, best = of["auto"], of[result["best_fixed"]]
+        lines.append(
+            [
+                str(result["batch"]),
+                *(f"{row['tokens_per_second']:,.0f}" for name, row in of.items() if name != "auto"),
+                f"{auto['tokens_per_second']:,.0f}",
+                f"{auto['verified_per_row']:.1f}",
+                f"{100 * (auto['tokens_per_second'] / best['tokens_per_second'] - 1):+.1f} %",
+            ]
+        )
+    fixed = [name for name in report["batches"][0]["methods"] if name != "auto"]
+    heads = ["batch", *(f"{name}, tok/s" for name in fixed), "auto, tok/s", "auto verifies", "auto against best fixed"]
+    return [
+        "## Scheduler",
+        f"{environment(report)}. Qwen3-8B's shape with random weights in bfloat16, greedy, 512 prompt tokens and "
+        f"{report['new_tokens']} new ones in each row, prefill included, medians of {report['repeats']} calls, methods "
+        "in alternating order. Confidence is drawn from four levels and drafts are accepted with that probability, so "
+        'it is calibrated. `auto` is `draft.scheduler = "auto"`; "verifies" counts drafts a row and round.',
+        table(heads, lines),
     ]
