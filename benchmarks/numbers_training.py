@@ -4,8 +4,8 @@ from numbers_h200 import environment, table
 
 TRAINED = (
     "`dspark` is the embedded draft, `dflash` the same without Markov head, trained for as many steps on the same "
-    "texts (`benchmarks/embedded_draft/recipe.sh`); `previous` is the draft that the embedded one replaced (3,200 steps "
-    "from random weights), `start` the first of all. τ is committed tokens over rounds of all prompts of a set."
+    "texts (`benchmarks/embedded_draft/recipe.sh`); `previous` is the draft that the embedded one replaced (3,200 "
+    "steps from random weights), `start` the first of all. τ is committed tokens over rounds of all prompts of a set."
 )
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_dspark
 
-SIZES = SHAPES | {"1b": Shape(2048, 6144, 28, 16, (1, 7, 13, 19, 25), 8, 128, 32768)}
+SIZES = SHAPES | {"1b": Shape(2048, 6144, 16, 16, (1, 4, 7, 10, 13), 8, 128, 32768)}
 REPEATS = 3
 
 
@@ -39,11 +39,26 @@ def lead(draft, text: list[int]) -> None:
             w2[there if slot % 5 != 4 else 0, slot] = 10
 
 
+class Report:
+    """What rank 0 prints and saves, row by row: a run that is stopped leaves those it has made."""
+
+    def __init__(self, path: Path | None, setting: dict):
+        self.path, self.content = path, setting | {"rows": []}
+
+    def add(self, row: dict) -> None:
+        if dist.get_rank() > 0:
+            return
+        self.content["rows"].append(row)
+        print(json.dumps(row, ensure_ascii=False), flush=True)
+        if self.path:
+            self.path.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+
+
 class Check:
     """Calls on one prompt, compared with the first call of all."""
 
-    def __init__(self, device: str, tokens: int, vocabulary: int):
-        self.device, self.tokens = device, tokens
+    def __init__(self, device: str, tokens: int, vocabulary: int, report: Report):
+        self.device, self.tokens, self.report = device, tokens, report
         self.ids = torch.arange(3, 35)[None] * 7 % vocabulary
         self.expected: list[int] | None = None
 
@@ -55,8 +70,8 @@ class Check:
         found = output[0, ids.shape[1] :].tolist()
         return found, time.perf_counter() - started
 
-    def row(self, name: str, target, draft=None, **options) -> dict:
-        """One form of the call: tokens, path, seconds (median, after one call that warms up)."""
+    def row(self, name: str, target, draft=None, **options) -> None:
+        """Report one form of the call: tokens, path, seconds (median, after one call that warms up)."""
         if draft is not None:
             options["assistant_model"] = draft
         self.generate(target, **options)
@@ -68,7 +83,8 @@ class Check:
         seconds = statistics.median(seconds for _, seconds in runs)
         drafted = {} if draft is None else {"path": stats.path, "reason": stats.reason, "captured": stats.captured,
                                             "tau": round(stats.mean_acceptance_length, 3)}  # fmt: skip
-        return {"form": name, "same_tokens": True, "tokens_per_s": round(self.tokens / seconds, 2), **drafted}
+        speed = round(self.tokens / seconds, 2)
+        self.report.add({"form": name, "same_tokens": True, "tokens_per_s": speed, **drafted})
 
 
 def same_on_all_ranks(tokens: list[int]) -> None:
@@ -78,21 +94,20 @@ def same_on_all_ranks(tokens: list[int]) -> None:
         raise AssertionError(f"ranks differ: {everyone}")
 
 
-def one_device(check: Check, folder: Path, shape: Shape) -> list[dict]:
+def one_device(check: Check, folder: Path, shape: Shape) -> None:
     """The yardstick, on the first device; writes the target and its draft to `folder`."""
     target = target_of(shape, check.device, torch.float32)
     target.save_pretrained(folder / "target")
-    rows = [check.row("one device, plain generate", target)]
+    check.row("one device, plain generate", target)
     draft = draft_of(shape, check.device, torch.float32)
     lead(draft, [int(check.ids[0, -1]), *check.expected])
     draft.save_pretrained(folder / "draft", format="deepspec")
-    rows.append(check.row("one device, drafts", target, draft))
-    rows.append(check.row("one device, drafts, static cache", target, draft, cache_implementation="static"))
+    check.row("one device, drafts", target, draft)
+    check.row("one device, drafts, static cache", target, draft, cache_implementation="static")
     hf_dspark.release(target)
-    return rows
 
 
-def split(check: Check, folder: Path, shape: Shape, devices: tuple) -> list[dict]:
+def split(check: Check, folder: Path, shape: Shape, devices: tuple) -> None:
     """Half of the layers on each device; the draft beside the first half, then beside the second."""
     half = shape.layers // 2
     parts = {"model.embed_tokens": devices[0], "model.rotary_emb": devices[0], "model.norm": devices[1]}
@@ -100,19 +115,19 @@ def split(check: Check, folder: Path, shape: Shape, devices: tuple) -> list[dict
     target = AutoModelForCausalLM.from_pretrained(
         folder / "target", device_map=parts, dtype=torch.float32, offload_folder=folder / "offload"
     )
-    rows = [check.row("device_map over two devices, plain generate", target)]
+    check.row("device_map over two devices, plain generate", target)
     for which, device in zip(("first", "second"), devices, strict=True):
         if device != "disk":
             draft = hf_dspark.DSparkForCausalLM.from_pretrained(folder / "draft", device_map=device)
-            rows.append(check.row(f"device_map over two devices, draft on the {which}", target, draft))
-    return rows
+            check.row(f"device_map over two devices, draft on the {which}", target, draft)
 
 
-def parallel(check: Check, folder: Path) -> list[dict]:
+def parallel(check: Check, folder: Path) -> None:
     """Tensor parallelism on all ranks, the draft whole on each."""
     target = AutoModelForCausalLM.from_pretrained(folder / "target", tp_plan="auto", dtype=torch.float32)
     draft = hf_dspark.DSparkForCausalLM.from_pretrained(folder / "draft", device_map=check.device)
-    rows = [check.row("tensor parallel, plain generate", target), check.row("tensor parallel, drafts", target, draft)]
+    check.row("tensor parallel, plain generate", target)
+    check.row("tensor parallel, drafts", target, draft)
     same_on_all_ranks(check.generate(target, assistant_model=draft)[0])
     torch.manual_seed(0)
     sampled, _ = check.generate(target, assistant_model=draft, do_sample=True)
@@ -121,7 +136,8 @@ def parallel(check: Check, folder: Path) -> list[dict]:
     try:
         check.generate(target, assistant_model=draft, do_sample=True)
     except ValueError as error:
-        return [*rows, {"form": "tensor parallel, sampled, ranks seeded differently", "refused": str(error)}]
+        check.report.add({"form": "tensor parallel, sampled, ranks seeded differently", "refused": str(error)})
+        return
     raise AssertionError("ranks with different random streams were not refused")
 
 
@@ -137,27 +153,27 @@ def main() -> None:
     if gpu:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if gpu else "gloo")
-    check = Check(f"cuda:{rank}" if gpu else "cpu", arguments.tokens, shape.vocabulary)
+    versions = {
+        "hf_dspark": hf_dspark.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    name = torch.cuda.get_device_name() if gpu else "CPU"
+    report = Report(
+        arguments.json,
+        {"device": f"{dist.get_world_size()} × {name}", "shape": arguments.shape, "dtype": "float32"}
+        | {"new_tokens": arguments.tokens, "versions": versions},
+    )
+    check = Check(f"cuda:{rank}" if gpu else "cpu", arguments.tokens, shape.vocabulary, report)
+    report.content["prompt_tokens"] = check.ids.shape[1]
     shared: list = [tempfile.mkdtemp() if rank == 0 else None, None]
-    rows: list[dict] = []
     if rank == 0:
-        rows = one_device(check, Path(shared[0]), shape)
-        rows += split(check, Path(shared[0]), shape, ("cuda:0", "cuda:1") if gpu else ("cpu", "disk"))
+        one_device(check, Path(shared[0]), shape)
+        split(check, Path(shared[0]), shape, ("cuda:0", "cuda:1") if gpu else ("cpu", "disk"))
         shared[1] = check.expected
     dist.broadcast_object_list(shared)
     folder, check.expected = Path(shared[0]), shared[1]
-    rows += parallel(check, folder)
-    if rank == 0:
-        name = torch.cuda.get_device_name() if gpu else "CPU"
-        versions = {"hf_dspark": hf_dspark.__version__, "torch": torch.__version__,
-                    "transformers": transformers.__version__}  # fmt: skip
-        result = {"device": f"{dist.get_world_size()} × {name}", "shape": arguments.shape, "dtype": "float32",
-                  "prompt_tokens": check.ids.shape[1], "new_tokens": arguments.tokens, "versions": versions,
-                  "rows": rows}  # fmt: skip
-        text = json.dumps(result, indent=1, ensure_ascii=False)
-        print(text)
-        if arguments.json:
-            arguments.json.write_text(text + "\n")
+    parallel(check, folder)
     dist.barrier()
     dist.destroy_process_group()
 
