@@ -21,8 +21,8 @@ import tiny
 from hf_dspark.cli import app, models
 
 ROOT = Path(__file__).resolve().parents[1]
-NAMES = "README.md", "docs/usage.md", "docs/cli.md", "docs/troubleshooting.md"
-README, USAGE, CLI, TROUBLES = ((ROOT / name).read_text() for name in NAMES)
+NAMES = "README.md", "docs/usage.md", "docs/cli.md", "docs/troubleshooting.md", "docs/training.md"
+README, USAGE, CLI, TROUBLES, TRAINING = ((ROOT / name).read_text() for name in NAMES)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 HUB_IDS = {"Qwen/Qwen3-8B": "target", "deepseek-ai/dspark_qwen3_8b_block7": "draft"}
 
@@ -129,7 +129,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("line", commands(CLI + TROUBLES))
+@pytest.mark.parametrize("line", commands(CLI + TROUBLES + TRAINING))
 def test_commands_parse(line):
     verb, *arguments = shlex.split(line)[1:]
     typer.main.get_command(app).commands[verb].make_context(verb, arguments)
