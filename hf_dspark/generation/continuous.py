@@ -78,8 +78,12 @@ class ContinuousDecoder:
             seed: of the random numbers.
 
         Raises:
-            ValueError: for an empty text, or one that leaves no room.
+            ValueError: for an empty text or one that leaves no room, an end that is no token, or `at_most` below 1.
         """
+        if any(not 0 <= end < len(self._is_end) for end in ends):
+            raise ValueError(f"`ends` {ends} must be token ids below {len(self._is_end)}.")
+        if at_most is not None and at_most < 1:
+            raise ValueError(f"`at_most` must be at least 1, got {at_most}. Use None for as many as there is room for.")
         for text in texts:
             if not 0 < len(text) < self.max_length:
                 raise ValueError(f"A text of {len(text)} tokens: it must have from 1 to {self.max_length - 1}.")
@@ -118,7 +122,7 @@ class ContinuousDecoder:
         self._ids[rows, : ids.shape[1]] = ids.to(device)
         self._at[rows] = 0
         self._given[rows] = given
-        self._full[rows] = (given + (at_most or self.max_length)).clamp(max=self.max_length)
+        self._full[rows] = (given + (self.max_length if at_most is None else at_most)).clamp(max=self.max_length)
         self._running[rows] = True
 
     def _ended(self, rows: list[int]) -> list[tuple[int, list[int]]]:

@@ -62,6 +62,10 @@ def test_texts_that_leave_no_room_are_refused():
     for text in ([], [1] * 8):
         with pytest.raises(ValueError, match="it must have from 1 to 7"):
             decoder.write([text], temperature=0.0, ends=[END])
+    with pytest.raises(ValueError, match="must be token ids below 64"):
+        decoder.write([[5]], temperature=0.0, ends=[END, 64])
+    with pytest.raises(ValueError, match="`at_most` must be at least 1"):
+        decoder.write([[5]], temperature=0.0, ends=[END], at_most=0)
 
 
 def test_unsuitable_targets_are_named():
