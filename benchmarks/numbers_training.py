@@ -82,3 +82,25 @@ def schedulers(report: dict) -> list[str]:
         'it is calibrated. `auto` is `draft.scheduler = "auto"`; "verifies" counts drafts a row and round.',
         table(heads, lines),
     ]
+
+
+def simulation(report: dict) -> list[str]:
+    """Ways to choose verify lengths under measured costs and confidences, from scheduler_sim.json."""
+    results = report["results"]
+    fixed = [f"fixed {n}" for n in range(1, report["gamma"] + 1)]
+    others = [name for name in dict.fromkeys(r["policy"] for r in results) if name not in fixed[:-1]]
+    lines = []
+    for rows in dict.fromkeys(r["rows"] for r in results):
+        of = {r["policy"]: r for r in results if r["rows"] == rows}
+        best = max(fixed, key=lambda name: of[name]["tokens_per_second"])
+        cells = (f"{of[name]['tokens_per_second']:,.0f} ({of[name]['drafts_per_row']:.1f})" for name in others)
+        lines.append([str(rows), f"{of[best]['tokens_per_second']:,.0f} ({best})", *cells])
+    return [
+        "### Simulated",
+        "`benchmarks/scheduler_sim.py`: tokens a second, and in brackets drafts verified a row and round, with the "
+        f"costs of {report['environment']['target']} measured on one {report['environment']['device']} "
+        f"(`benchmarks/{report['costs']}`) and a_j and acceptance of the embedded pair (15 prompts each of gsm8k, "
+        f"humaneval and mt-bench, T=1, bfloat16), {report['steps']:,} rounds, least gain {report['min_gain']}.",
+        table(["rows", "best fixed", *others], lines),
+        "![Throughput and verify budget by concurrent rows](../benchmarks/scheduler_sim.png)",
+    ]

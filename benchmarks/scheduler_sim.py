@@ -197,8 +197,11 @@ def plot(outcomes: list[Outcome], title: str, gamma: int, path: Path) -> None:
         rows = [o.rows for o in of]
         speed.plot(rows, [o.tokens_per_second for o in of], marker="o", markersize=3, label=name)
         budget.plot(rows, [1 + o.drafts_per_row for o in of], marker="o", markersize=3, label=name)
-    speed.set(xscale="log", yscale="log", xlabel="concurrent rows", ylabel="tokens per second")
-    budget.set(xscale="log", xlabel="concurrent rows", ylabel="tokens verified per row", ylim=(0, gamma + 1.5))
+    speed.set(yscale="log", xlabel="concurrent rows", ylabel="tokens per second")
+    budget.set(xlabel="concurrent rows", ylabel="tokens verified per row", ylim=(0, gamma + 1.5))
+    for axes in (speed, budget):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(rows, [str(n) for n in rows], minor=False)
     speed.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
