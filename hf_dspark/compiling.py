@@ -23,6 +23,11 @@ def many_shapes() -> AbstractContextManager[Any]:
     return dynamo.config.patch(**limits)
 
 
+def first_line(error: Exception) -> str:
+    """Kind of an error and what it says first; compilers go on for pages, and some assertions say nothing."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].strip(": ")
+
+
 @functools.cache
 def compiled(function: Callable, fullgraph: bool = False) -> Callable:
     """`torch.compile(function)`, made when it is first needed."""

@@ -56,6 +56,12 @@ def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int])
     return torch.cat([tap.to(taps[0].device) for tap in taps], dim=-1)
 
 
+def decoder_layers(target: nn.Module) -> nn.ModuleList | None:
+    """The list of a target's decoder layers, `None` where it has no such list."""
+    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    return next((m for m in target.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+
+
 class TargetVocabulary(NamedTuple):
     """Embedding and head of a target, which a draft that stores none calls. Never sliced: a head may be quantised.
 

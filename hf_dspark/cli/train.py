@@ -85,7 +85,7 @@ def train(
     adam_beta2: Annotated[float, option(STEPS, "AdamW.")] = 0.95,
     max_grad_norm: Annotated[float, option(STEPS, "Gradients are clipped to this norm.")] = 1.0,
     mixed_precision: Annotated[Precision, option(STEPS, "auto is bf16 on CUDA.")] = Precision.auto,
-    compile: Annotated[bool | None, option(STEPS, "Compile the target's layers; by default on CUDA.")] = None,
+    compile: Annotated[bool | None, option(STEPS, "Compile layers, record steps; by default on CUDA.")] = None,
     seed: Annotated[int, option(STEPS, "Of weights, order and anchors.")] = 0,
     log_every: Annotated[int, option(RUN, "Steps.")] = 10,
     validate_every: Annotated[int, option(RUN, "Steps.")] = 500,

@@ -50,7 +50,8 @@ class TrainingConfig:
             4 · `learning_rate`. warmup_ratio (`float`): of the steps. weight_decay, adam_beta1, adam_beta2,
             max_grad_norm (`float`): AdamW and clipping.
         mixed_precision (`str`): `"bf16"`, `"no"`, or `"auto"` for bf16 on CUDA. Weights and optimiser are float32.
-        compile (`bool`, *optional*): of the target's layers, which takes a minute once; by default on CUDA.
+        compile (`bool`, *optional*): compile the target's layers and record the steps of one GPU in CUDA graphs, which
+            takes a minute once; by default on CUDA.
         seed (`int`): of the weights, the order of the texts and the anchors.
 
     > Run
@@ -123,6 +124,8 @@ class TrainingConfig:
                 raise ValueError(f"`{name}` must be > 0, got {getattr(self, name)}.")
         if self.max_steps is not None and self.max_steps < 1:
             raise ValueError(f"`max_steps` must be at least 1, got {self.max_steps}. Use None for whole epochs.")
+        if self.markov_learning_rate is not None and not self.markov_learning_rate > 0:
+            raise ValueError(f"`markov_learning_rate` must be > 0, got {self.markov_learning_rate}.")
         if not 0 <= self.warmup_ratio < 1:
             raise ValueError(f"`warmup_ratio` must be in [0, 1), got {self.warmup_ratio}.")
         for name, known in {

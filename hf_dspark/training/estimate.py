@@ -87,5 +87,5 @@ def _wait(device: torch.device) -> None:
 
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return torch.cuda.max_memory_reserved(device)  # recordings keep memory that does not count as allocated
     return psutil.Process().memory_info().rss

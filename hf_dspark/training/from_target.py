@@ -5,6 +5,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling_dspark import DSparkForCausalLM
+from ..target import decoder_layers
 
 
 @torch.no_grad()
@@ -17,17 +18,16 @@ def start_from_target(draft: DSparkForCausalLM, target: PreTrainedModel) -> list
     Returns:
         names of the draft's parameters that were set.
     """
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    layers = next((m for m in target.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+    layers = list(decoder_layers(target) or [])
     pairs = [("norm", draft.norm, getattr(target.base_model, "norm", None))]
-    for i, own in enumerate(draft.layers):
-        theirs = None if layers is None else layers[max(depth - len(draft.layers) + i, 0)]
+    for i, own in enumerate(draft.layers if layers else []):
+        theirs = layers[max(len(layers) - len(draft.layers) + i, 0)]
         for name, module in own.named_modules():
-            if theirs is not None and not list(module.children()):
+            if not list(module.children()):
                 pairs.append((f"layers.{i}.{name}", module, _submodule(theirs, name)))
     done = [f"{name}.weight" for name, module, source in pairs if source is not None and _copy(module, source)]
     width = draft.config.hidden_size
-    if draft.fc.weight.shape[0] == width and draft.fc.weight.shape[1] % width == 0:
+    if draft.config.target_hidden_size == width:
         draft.fc.weight[:, -width:] += torch.eye(width, device=draft.fc.weight.device, dtype=draft.fc.weight.dtype)
         done.append("fc.weight")
     return done
@@ -40,10 +40,16 @@ def _submodule(module: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether its numbers are here, and are those that count: quantised weights have scales besides."""
+    known = type(weight) is nn.Parameter and not weight.is_meta
+    return known and weight.is_floating_point() and weight.dtype.itemsize > 1
+
+
 def _copy(module: nn.Module, source: nn.Module) -> bool:
     """Take the weight over if `module` then computes what `source` does."""
     own, given = getattr(module, "weight", None), getattr(source, "weight", None)
-    if own is None or given is None or own.shape != given.shape or not given.is_floating_point() or given.is_meta:
+    if own is None or given is None or own.shape != given.shape or not _is_plain(given):
         return False
     if getattr(source, "bias", None) is not None and getattr(module, "bias", None) is None:
         return False

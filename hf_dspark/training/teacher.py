@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .._compat import hidden_states_request
 from ..compiling import many_shapes
-from ..target import context_features
+from ..target import context_features, decoder_layers
 from .anchors import gather_positions
 from .rows import LogitRows, total
 
@@ -63,10 +63,9 @@ class Teacher:
 
         transformers' way to collect hidden states puts hooks into the layers too, where compiled code cannot run them.
         """
-        depth = self.target.config.get_text_config(decoder=True).num_hidden_layers
-        layers = next((m for m in self.target.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+        layers = decoder_layers(self.target)
         if layers is None:
-            raise ValueError(f"{type(self.target).__name__} has no list of {depth} layers. Set `compile=False`.")
+            raise ValueError(f"{type(self.target).__name__} has no list of its layers. Set `compile=False`.")
         for i, layer in enumerate(layers):
             layer.forward = torch.compile(layer.forward)
             if i in self._taps:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import is_tensorboard_available, set_seed
+from accelerate.utils import DistributedType, is_tensorboard_available, set_seed
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 from transformers.utils import logging
 
+from ..compiling import first_line
 from ..modeling_dspark import DSparkForCausalLM
 from . import checkpoint, metrics
 from .anchors import sample_anchors
@@ -23,6 +24,7 @@ from .blocks import BlockOutput, forward_blocks
 from .config import TrainingConfig
 from .data import Batch
 from .losses import LossOutput, dspark_loss
+from .optimizer import make_optimizer
 from .recording import RecordedStep
 from .rows import LogitRows
 from .setup import load_parts
@@ -204,7 +206,7 @@ class Run:
                     self.recorded.record(*self.inputs(longest, "longest"))
                 return self.recorded(*inputs)
             except RuntimeError as error:
-                logger.warning(f"Steps are not recorded, which makes them slower: {str(error).splitlines()[0]}")
+                logger.warning(f"Steps are not recorded, which makes them slower: {first_line(error)}")
                 self.recorded = None
         output = self.objective(*inputs)
         self.accelerator.backward(output.loss)
@@ -212,8 +214,8 @@ class Run:
 
     def _recorded_step(self) -> RecordedStep | None:
         """Steps of one GPU are recorded; several share gradients during the backward, out of a recording's sight."""
-        device, config = self.accelerator.device, self.config
-        if device.type != "cuda" or config.compile is False or self.accelerator.num_processes > 1:
+        config, alone = self.config, self.accelerator.distributed_type is DistributedType.NO
+        if self.accelerator.device.type != "cuda" or config.compile is False or not alone:
             return None
         trained = [parameter for parameter in self.draft.parameters() if parameter.requires_grad]
         return RecordedStep(self.objective, trained, 1 / config.gradient_accumulation_steps)
@@ -297,7 +299,12 @@ class Run:
     def _check_same_run(self, state: dict[str, Any]) -> None:
         now = json.loads(json.dumps(self.config.fingerprint())) | {"processes": self.accelerator.num_processes}
         before = state["config"] | {"processes": state["processes"]}
-        changed = [f"`{k}` was {before.get(k)!r}, is {v!r}" for k, v in now.items() if before.get(k) != v]
+        if now.keys() != before.keys():
+            raise ValueError(
+                f"{self.newest} is of another version of hf_dspark. Give another `output_dir`, with `init_from` for a "
+                "new run from its draft."
+            )
+        changed = [f"`{k}` was {before[k]!r}, is {v!r}" for k, v in now.items() if before[k] != v]
         if changed:
             raise ValueError(
                 f"{self.newest} is of another run: {'; '.join(changed)}. Give its values back, or another `output_dir` "
@@ -325,28 +332,6 @@ def make_accelerator(config: TrainingConfig) -> Accelerator:
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         log_with="tensorboard" if wanted else None,
         project_dir=config.output_dir,
-    )
-
-
-def make_optimizer(draft: DSparkForCausalLM, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW on everything but the shared embeddings and head; norms and biases do not decay."""
-    frozen = ("embed_tokens.", "lm_head.")
-    groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "tables": []}
-    for name, parameter in draft.named_parameters():
-        if name.startswith(frozen):
-            parameter.requires_grad_(False)
-        elif name.startswith(("markov_head.markov_w1.", "markov_head.markov_w2.")):
-            groups["tables"].append(parameter)
-        else:
-            groups["matrices" if parameter.dim() > 1 else "vectors"].append(parameter)
-    rate = 4 * config.learning_rate if config.markov_learning_rate is None else config.markov_learning_rate
-    more: dict[str, dict[str, float]] = {"matrices": {}, "vectors": {"weight_decay": 0.0}, "tables": {"lr": rate}}
-    return torch.optim.AdamW(
-        [{"params": found} | more[kind] for kind, found in groups.items() if found],
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        betas=(config.adam_beta1, config.adam_beta2),
-        fused=draft.device.type == "cuda",
     )
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModel
 
 import tiny
@@ -127,6 +128,18 @@ def test_a_new_draft_begins_with_the_last_layers(family):
     assert ("norm.weight" in taken) == (usual and not family.startswith("gemma")), taken
     width = draft.config.hidden_size
     assert torch.equal(draft.fc.weight[:, -width:], before["fc.weight"][:, -width:] + torch.eye(width))
+
+
+def test_weights_that_are_not_the_numbers_that_count_are_not_taken():
+    """A quantised weight without its scale, and one that is elsewhere."""
+    target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
+    draft = training.new_draft(target, mask_token_id=63, markov_rank=8)
+    attention = target.model.layers[1].self_attn
+    attention.q_proj.weight = nn.Parameter(attention.q_proj.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    attention.k_proj.to("meta")
+    taken = start_from_target(draft, target)
+    assert "layers.1.self_attn.v_proj.weight" in taken
+    assert not {"layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight"} & set(taken)
 
 
 # ---- texts

@@ -140,6 +140,16 @@ def test_runs_do_not_mix(config):
     training.train(config(max_steps=4, log_every=1, resume=True))  # does not touch the weights
 
 
+def test_a_run_of_another_version_is_refused(config):
+    """Its optimiser has other groups."""
+    state = training.train(config(max_steps=4)).draft.parent / "checkpoint-0000004" / checkpoint.STATE
+    values = json.loads(state.read_text())
+    del values["config"]["markov_learning_rate"]
+    state.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="another version of hf_dspark.*`init_from`"):
+        training.train(config(max_steps=4, resume=True))
+
+
 def test_accumulation_adds_up(config, tmp_path):
     """Two forwards of 4 texts make the step of their mean gradient; another number of texts is another step."""
     run = trainer.Run(config(batch_size=4, gradient_accumulation_steps=2, max_grad_norm=1e9))
@@ -199,6 +209,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, monkeypatch):
         ({"batch_size": 0}, "`batch_size` must be > 0"),
         ({"max_steps": 0}, "`max_steps`"),
         ({"warmup_ratio": 1.0}, "`warmup_ratio`"),
+        ({"markov_learning_rate": 0.0}, "`markov_learning_rate` must be > 0"),
         ({"mixed_precision": "fp8"}, "`mixed_precision` must be one of"),
         ({"markov_head_type": "lstm"}, "`markov_head_type`"),
     ],
