@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from ..compiling import first_line
 from .layout import bucket
 
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
-# Held for device work only, never while code of a caller runs.
+# Held for device work only, never while code of a caller runs, but for a cost model (`meanwhile`).
 TURN = threading.RLock()
 
 
@@ -42,17 +43,19 @@ class Graphs:
     ) -> Any:
         """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
 
-        `meanwhile` runs on the host while the device is busy.
+        `meanwhile` runs on the host while the device is busy and others wait for their turn, so it must be short.
 
         Raises:
             RecordingFailed: on the first use of a key.
         """
         with TURN:
             outputs = self._run(key, function, static)
-            if meanwhile is not None:
-                meanwhile()
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+            finally:
+                if torch.cuda.is_available():
+                    torch.cuda.current_stream().synchronize()
         return outputs
 
     def _run(self, key: Hashable, function: Callable[[], Any], static: bool) -> Any:
@@ -62,7 +65,7 @@ class Graphs:
             try:
                 self._recorded[key] = self._record(function, static)
             except Exception as error:
-                raise RecordingFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+                raise RecordingFailed(first_line(error)) from error
         graph, outputs = self._recorded[key]
         graph.replay()
         return outputs

@@ -43,7 +43,7 @@ class DraftPolicy:
         draft.config.check_temperatures()  # they may have been edited
         self._temperatures = draft.config.confidence_temperatures
         self.scheduler, self.notes = _scheduler(draft), [self.options.note]
-        self._untold: list[tuple[np.ndarray, list[int | None]]] = []
+        self._untold: tuple[np.ndarray, list[int | None]] | None = None  # what `note_round` keeps
         if self.scheduler is not None and draft.confidence_head is None:
             self.scheduler = None
             self.notes.append("draft.scheduler has no effect, the draft has no confidence head")
@@ -110,19 +110,20 @@ class DraftPolicy:
     def budget(self, num_rows: int) -> int | None:
         """Drafts to verify in the coming round, over all rows; `None` for all of them. See `decides_before`."""
         assert isinstance(self.scheduler, PrefixScheduler)
-        budget = self.scheduler.budget(pending=len(self._untold))
+        budget = self.scheduler.budget(pending=int(self._untold is not None))
         return None if budget is None or budget >= num_rows * self.options.num_assistant_tokens else budget
 
     def note_round(self, c: np.ndarray, room: list[int | None]) -> None:
         """Keep what the scheduler is to know of the round that `budget` was for; arguments as for `lengths`."""
-        self._untold.append((c, room))
+        self._untold = c, room
 
     def tell_scheduler(self) -> None:
         """Tell the scheduler of the last round; its next answer but one depends on it, so there is time."""
-        while self._untold:
-            assert isinstance(self.scheduler, PrefixScheduler)
-            c, room = self._untold.pop()
-            self.scheduler.update(self._survival(c, self._limits(torch.from_numpy(c), room)))
+        if self._untold is None:
+            return
+        assert isinstance(self.scheduler, PrefixScheduler)
+        (c, room), self._untold = self._untold, None
+        self.scheduler.update(self._survival(c, self._limits(torch.from_numpy(c), room)))
 
     def _limits(self, c: torch.Tensor | None, room: list[int | None]) -> list[int]:
         """ℓ of every row without a scheduler."""

@@ -109,7 +109,8 @@ class PrefixScheduler:
         if num_rows == 0:
             return []
         if budget is None and self.lagged:
-            budget = a.size if self.budget() is None else self.budget()
+            told = self.budget()
+            budget = a.size if told is None else told
         elif budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, Integral)) or budget < 0):
             raise ValueError(f"`budget` must be a whole number of drafts, 0 or more, got {budget!r}.")
         if budget is None:
@@ -148,9 +149,11 @@ class PrefixScheduler:
             pending: 1 if the last round has not been told to `update` yet, else 0.
 
         Raises:
-            ValueError: the scheduler is not lagged.
+            ValueError: the scheduler is not lagged, or more rounds are pending.
         """
         self._check_lagged("budget")
+        if pending not in (0, 1):
+            raise ValueError(f"`pending` must be 0 or 1, got {pending!r}. Call `update` after each round.")
         back = 2 - pending
         return self._budgets[-back] if len(self._budgets) >= back else None
 

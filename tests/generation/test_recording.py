@@ -5,6 +5,7 @@ work, then for real, padded to its bucket, through the compiled layers (backend 
 What a recording could not do shows as another text, another draw or an output of another shape.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -231,3 +232,13 @@ def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
     )
     assert torch.equal(output.sequences, plain)
     assert len(failed) == 1 and stats.captured and "layers run uncompiled (recompile limit)" in stats.reason
+
+
+def test_an_error_without_words_is_a_failed_recording():
+    def wordless():
+        raise AssertionError
+
+    graphs = Graphs(contextlib.nullcontext, lambda static: contextlib.nullcontext())
+    graphs.enabled = True
+    with pytest.raises(RecordingFailed, match="AssertionError"):
+        graphs.run("key", wordless)

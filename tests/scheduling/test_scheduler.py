@@ -307,6 +307,8 @@ def test_wrong_arguments_are_refused():
     for call in (scheduler.budget, lambda: scheduler.update([[0.5]])):
         with pytest.raises(ValueError, match="lagged=True"):
             call()
+    with pytest.raises(ValueError, match="`pending` must be 0 or 1, got 2"):
+        PrefixScheduler(cost, lagged=True).budget(pending=2)
     for speed in (0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="speed"):
             PrefixScheduler(Table(lambda b, speed=speed: speed)).schedule([[0.5]])
