@@ -42,7 +42,7 @@ def draft_config(
     hidden_size = fields["hidden_size"]
     fields |= parts.taps(keys, tensors, hidden_size, known.pop("target_layer_ids", None))
     fields |= vocabulary(keys, tensors, fields["vocab_size"])
-    fields |= parts.block(keys, anchor_first, why)
+    fields |= parts.block(keys, anchor_first, why, assumed=known.pop("layout_assumed", False))
     fields |= parts.markov_head(keys, tensors)
     fields |= parts.confidence_head(keys, tensors, hidden_size, fields["markov_rank"])
     fields |= {

@@ -140,11 +140,12 @@ def taps(keys: Keys, tensors: Tensors, hidden_size: int, ids: list[int] | None =
     return {"target_layer_ids": ids, "target_hidden_size": width}
 
 
-def block(keys: Keys, default: bool, why: str) -> dict[str, Any]:
+def block(keys: Keys, default: bool, why: str, *, assumed: bool = False) -> dict[str, Any]:
     """`block_size` and the layout: the caller, else a key of the file, else the family's own layout.
 
     Args:
         default, why: the family's layout and its reason.
+        assumed: whether files of the family in the other layout are known, so that the user is told.
     """
     size = keys.get("block_size", "size", nested=True)
     override = keys.overrides.get("sample_from_anchor")
@@ -158,6 +159,9 @@ def block(keys: Keys, default: bool, why: str) -> dict[str, Any]:
         contradicted = len(set(stated.values())) > 1
         why = f"the file says {said[0]}{f', which comes before {listing(said[1:])}' if contradicted else ''}"
     stated_layout = layout
+    assumed = assumed and not stated and override is None
+    if assumed:
+        why += f"; assumed, pass `sample_from_anchor={not layout}` to `from_pretrained` if it was trained otherwise"
     if override is not None:
         if not isinstance(override, bool):
             raise ValueError(f"`sample_from_anchor` must be True, False or None, got {override!r}.")
@@ -166,7 +170,7 @@ def block(keys: Keys, default: bool, why: str) -> dict[str, Any]:
         layout = override
     drafts = size if layout else size - 1
     text = f"{'anchor-first' if layout else '1+N'}, {drafts} drafts from {size} slots: {why}"
-    keys.note("layout", text, warn=override not in (None, stated_layout))
+    keys.note("layout", text, warn=assumed or override not in (None, stated_layout))
     runtime = keys.get("runtime_block_size", "size", None, nested=True)
     if runtime is not None:
         keys.note("runtime_block_size", f"{runtime} ignored: `num_assistant_tokens` sends fewer drafts", warn=True)

@@ -59,6 +59,7 @@ def _read(raw: dict[str, Any], tensors: parts.Tensors, keys: Keys) -> DSparkConf
         family=NAME,
         anchor_first=anchor_first,
         why=why,
+        layout_assumed=not anchor_first,
         target_layer_ids=_taps(keys),
         target_name_or_path=_verifier(file),
         raw_embeddings=True,

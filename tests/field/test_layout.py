@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from family_files import speculators_files
+from transformers.utils import logging
 
 import checks
 import oracle
@@ -46,6 +48,25 @@ def test_layout_1_read_out_decides_acceptance_not_text(anchor_first):
         tiny.perm_target(), draft, [PROMPT], max_new_tokens=21, cache_implementation="static"
     )
     assert [r.accepted for r in fast.rounds] == [r.accepted for r in stats.rounds]
+
+
+@pytest.mark.parametrize("key,override,anchor_first", [
+    (None, None, False), (None, True, True), (None, False, False), (True, None, True), (False, None, False),
+])  # fmt: skip
+def test_layout_1_an_assumed_layout_is_said_aloud(key, override, anchor_first, caplog):
+    """speculators files without a word on the layout are read 1+N; the log says so, and how to read them otherwise."""
+    files = speculators_files(*tiny.slot0_files(), sample_from_anchor=key, speculators_config=None)
+    logging.enable_propagation()
+    try:
+        draft = tiny.load_draft(*files, sample_from_anchor=override)
+    finally:
+        logging.disable_propagation()
+    assert draft.config.sample_from_anchor is anchor_first
+    assumed = {r.getMessage() for r in caplog.records if "assumed" in r.getMessage()}
+    assert len(assumed) == (key is None and override is None)
+    assert all("1+N" in message and "sample_from_anchor=True" in message for message in assumed)
+    _, stats = checks.equal_to_plain(tiny.perm_target(), draft, PROMPT, max_new_tokens=21)
+    assert [r.accepted for r in stats.rounds] == [int(anchor_first)] * (10 if anchor_first else 20)
 
 
 def test_layout_3_dflash_without_markov_head_is_anchor_first():
