@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_dspark
@@ -219,6 +219,17 @@ class StopAt(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.seen.append(input_ids[0].tolist())
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+class LeaveAlone(LogitsProcessor):
+    """A caller's processor that only counts its calls."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
 
 
 class CallCounter:

@@ -4,6 +4,7 @@ All verify tokens of a round lie on one flat axis and ended rows leave it, so th
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from .options import KEEPS_ROWS
 from .policy import AUTO, DraftPolicy
 from .record import CallRecord
 from .rounds import RoundOptions
-from .row_view import RowCriteria, RowProcessors
+from .row_view import RowCriteria, RowProcessors, Texts
 from .stopping import Transcript
 from .verify import decided_probabilities, verify
 from .warpers import Warpers
@@ -76,14 +77,15 @@ class RaggedLoop:
             record.note(note)
         num_rows = input_ids.shape[0]
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        # Rows know the loop weakly: in a cycle, scores and draft would stay until Python looks for cycles.
+        loop = weakref.proxy(self)
+        texts: Texts = lambda: loop._texts()  # noqa: E731
         self.rows = [
             Row(
                 i,
                 input_ids[i, real[i].bool().to(input_ids.device)],
-                Transcript(
-                    input_ids[i : i + 1], RowCriteria(stopping_criteria, i, self._texts), streamer, generation_config
-                ),
-                RowProcessors(logits_processor, i, self._texts),
+                Transcript(input_ids[i : i + 1], RowCriteria(stopping_criteria, i, texts), streamer, generation_config),
+                RowProcessors(logits_processor, i, texts),
             )
             for i in range(num_rows)
         ]

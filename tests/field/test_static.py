@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import GenerationConfig, StaticCache, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StaticCache, StoppingCriteria, StoppingCriteriaList
 
 import checks
 import hf_dspark
@@ -184,8 +184,8 @@ class Bomb(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def run(target, draft, error=None, rows=2):
-    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 30} | STATIC
+def run(target, draft, error=None, rows=2, **more):
+    options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 30} | STATIC | more
     if error is None:
         target.generate(torch.tensor([PROMPT] * rows), assistant_model=draft, return_dict_in_generate=True, **options)
         return
@@ -218,6 +218,25 @@ def test_static_3_buffers_go(error, end):
         gc.collect()
         assert references[1]() is None
         assert live_bytes() < before
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("error", [None, RuntimeError])
+def test_static_3_a_call_ends_with_its_output(rows, error):
+    """What a call was given and has made goes with it at once, not when Python next looks for cycles."""
+    target, draft = copy.deepcopy(tiny.random_target()), tiny.random_draft()
+    run(target, draft, rows=rows)
+    gc.collect()
+    gc.disable()
+    try:
+        processor = checks.LeaveAlone()
+        given = {"logits_processor": LogitsProcessorList([processor]), "output_scores": True}
+        run(target, draft, error, rows, **given)
+        references = weakref.ref(processor), weakref.ref(draft)
+        del given, processor, draft
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_static_3_release_touches_the_named_target_only():

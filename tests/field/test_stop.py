@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import (
     EosTokenCriteria,
-    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteria,
@@ -16,6 +15,8 @@ import tiny
 
 PROMPT = [7, 21, 40]
 CHAIN = tiny.chain(40, 60)
+STATIC = {"cache_implementation": "static"}
+BOTH_PATHS = pytest.mark.parametrize("path", [{}, STATIC], ids=["plain", "ragged"])
 
 
 class DraftCalls:
@@ -99,9 +100,13 @@ def test_stop_4_whatever_comes_first_ends_the_text(cap, eos_at, expected, kind):
             "eos_token_id": 63,
         },
     }[kind]  # fmt: skip
-    draft = tiny.perm_draft(gamma=6)
-    new, stats = checks.equal_to_plain(tiny.perm_target(), draft, PROMPT, options, max_new_tokens=cap)
+    target, draft = tiny.perm_target(), tiny.perm_draft(gamma=6)
+    new, _ = checks.equal_to_plain(target, draft, PROMPT, options, max_new_tokens=cap)
     assert len(new) == expected
+    new, _, _ = checks.batch_equals_plain(
+        target, draft, [PROMPT], options, lengths=[expected], max_new_tokens=cap, **STATIC
+    )
+    assert len(new[0]) == expected
 
 
 def test_stop_token_inside_a_block_is_counted_as_an_accepted_draft():
@@ -114,17 +119,6 @@ def test_stop_token_inside_a_block_is_counted_as_an_accepted_draft():
     assert (only.verified, only.accepted, only.next_token) == (3, 3, CHAIN[4])
 
 
-class Unchanged(LogitsProcessor):
-    """A caller's processor that only counts its calls."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self, input_ids, scores):
-        self.calls += 1
-        return scores
-
-
 @pytest.mark.parametrize("end", ["eos", "criterion", "length"])
 @pytest.mark.parametrize("at", [2, 4, 5, 6])
 def test_stop_inside_a_block_that_is_decided_slot_by_slot(end, at):
@@ -132,15 +126,17 @@ def test_stop_inside_a_block_that_is_decided_slot_by_slot(end, at):
     processors = []
 
     def options():
-        processors.append(Unchanged())
+        processors.append(checks.LeaveAlone())
         ends = {
             "eos": {"eos_token_id": CHAIN[at - 1]}, "length": {"max_new_tokens": at},
             "criterion": {"stopping_criteria": StoppingCriteriaList([checks.StopAt(3 + at)])},
         }  # fmt: skip
         return {"logits_processor": LogitsProcessorList([processors[-1]]), **ends[end]}
 
-    new, stats = checks.equal_to_plain(tiny.perm_target(), tiny.perm_draft(gamma=4), PROMPT, options)
-    assert len(new) == at == processors[0].calls == processors[1].calls
+    target, draft = tiny.perm_target(), tiny.perm_draft(gamma=4)
+    new, stats = checks.equal_to_plain(target, draft, PROMPT, options)
+    checks.batch_equals_plain(target, draft, [PROMPT], options, lengths=[at], **STATIC)
+    assert len(new) == at and [processor.calls for processor in processors] == [at] * 4
     assert stats.num_accepted > 0 or (end, at) == ("length", 2), "only there the limit leaves no room for a draft"
 
 
@@ -151,12 +147,14 @@ def test_stop_token_in_the_prompt_or_the_first_token():
     assert new == CHAIN[:1] and stats.num_rounds == 0
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("stop_at", range(1, 12))
-def test_criteria_see_each_committed_prefix_once(stop_at):
+def test_criteria_see_each_committed_prefix_once(stop_at, path):
     criterion = checks.StopAt(3 + stop_at)
     draft = tiny.scripted_draft([2, 4, 0, 1], CHAIN[0])
     options = {"stopping_criteria": StoppingCriteriaList([criterion])}
-    checks.generate(tiny.perm_target(), draft, PROMPT, **options)
+    _, stats = checks.generate(tiny.perm_target(), draft, PROMPT, **options, **path)
+    assert (stats.path == "ragged") == bool(path)
     assert criterion.seen == [PROMPT + CHAIN[: i + 1] for i in range(stop_at)]
 
 
