@@ -12,6 +12,7 @@ import hf_dspark
 import tiny
 
 PROMPT = [7, 21, 40]
+STATIC = {"cache_implementation": "static"}
 CHAIN = tiny.chain(40, 60)
 
 
@@ -35,6 +36,9 @@ def test_confid_1_any_number_of_drafts_up_to_gamma(drafts):
         assert all(len(r.draft_tokens) == 7 for r in stats.rounds), "every round drafts the whole block"
         if target is tiny.perm_target():
             assert stats.num_rounds == math.ceil(21 / (drafts + 1))
+        options = {"max_new_tokens": 22, "num_assistant_tokens": drafts}
+        _, fast, _ = checks.batch_equals_plain(target, draft, [PROMPT], **options, **STATIC)
+        assert [r.verified for r in fast.rounds] == [r.verified for r in stats.rounds]
 
 
 @pytest.mark.parametrize("value", [0, -1, 5, 20, 2.5, "3", True])
@@ -59,9 +63,12 @@ def test_confid_3_thresholds_out_of_range_are_refused(value):
 
 @pytest.mark.parametrize("value", [None, 0, 0.0, 1, 1.0])
 def test_confid_3_legal_ends_of_the_range(value):
-    _, stats = checks.equal_to_plain(tiny.perm_target(), stub([0.9] * 4), PROMPT, assistant_confidence_threshold=value)
-    assert stats.num_verified == (0 if value == 1 else 15)
-    assert stats.num_rounds == (19 if value == 1 else 4)
+    target, draft, options = tiny.perm_target(), stub([0.9] * 4), {"assistant_confidence_threshold": value}
+    _, stats = checks.equal_to_plain(target, draft, PROMPT, **options)
+    _, fast, _ = checks.batch_equals_plain(target, draft, [PROMPT], **options, **STATIC)
+    for found in (stats, fast):
+        assert found.num_verified == (0 if value == 1 else 15)
+        assert found.num_rounds == (19 if value == 1 else 4)
 
 
 def test_confid_5_threshold_without_head_warns_once_and_says_so(caplog):
@@ -86,14 +93,16 @@ CUTS = [
 
 @pytest.mark.parametrize("confidences,threshold,expected", CUTS)
 def test_confid_7_the_first_low_conditional_value_cuts_before_it(confidences, threshold, expected):
-    draft = stub(confidences)
-    new, stats = checks.equal_to_plain(tiny.perm_target(), draft, PROMPT, assistant_confidence_threshold=threshold)
-    first = stats.rounds[0]
-    assert (first.verified, first.accepted) == (expected, expected)
-    assert first.next_token == CHAIN[expected + 1]
-    torch.testing.assert_close(torch.tensor(first.confidence), torch.tensor(confidences))
-    torch.testing.assert_close(torch.tensor(first.survival), torch.tensor(confidences).cumprod(0))
-    assert stats.num_drafted == 4 * stats.num_rounds
+    target, draft, options = tiny.perm_target(), stub(confidences), {"assistant_confidence_threshold": threshold}
+    _, plain = checks.equal_to_plain(target, draft, PROMPT, **options)
+    _, fast, _ = checks.batch_equals_plain(target, draft, [PROMPT], **options, **STATIC)
+    for stats in (plain, fast):
+        first = stats.rounds[0]
+        assert (first.verified, first.accepted) == (expected, expected)
+        assert first.next_token == CHAIN[expected + 1]
+        torch.testing.assert_close(torch.tensor(first.confidence), torch.tensor(confidences))
+        torch.testing.assert_close(torch.tensor(first.survival), torch.tensor(confidences).cumprod(0))
+        assert stats.num_drafted == 4 * stats.num_rounds
 
 
 def test_pure_functions():

@@ -47,6 +47,20 @@ def test_keys_1_a_missing_key_names_the_places_and_can_be_given(name, nest, tmp_
     checks.equal_to_plain(tiny.perm_target(), draft, PROMPT)
 
 
+@pytest.mark.parametrize("nest", ["dflash_config", "text_config"])
+def test_keys_1_several_missing_keys(nest, tmp_path):
+    """One after the other is asked for, until the file with what the caller gave is complete."""
+    config, tensors = guided()
+    names = ("target_layer_ids", "mask_token_id", "block_size")
+    folder = tiny.write_draft(tmp_path, without(config, *names) | {nest: {"other": 1}}, tensors)
+    given: dict = {}
+    for name in names:
+        with pytest.raises(ValueError, match=f"searched: {name}, dflash_config.{name}, text_config.{name}"):
+            DSparkForCausalLM.from_pretrained(folder, **given)
+        given[name] = config[name]
+    checks.equal_to_plain(tiny.perm_target(), DSparkForCausalLM.from_pretrained(folder, **given), PROMPT)
+
+
 def test_keys_1_both_generations_of_z_lab_files():
     config, tensors = tiny.slot0_files(gamma=5)
     drafts = [tiny.load_draft(*zlab_files(config, tensors, nested_block_size=nested)) for nested in (False, True)]

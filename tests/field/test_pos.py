@@ -116,6 +116,9 @@ def test_vlm_2_explicit_position_ids_with_a_jump():
     assert stats.rounds[0].position == len(PROMPT)
     whole = torch.cat((positions, torch.arange(44, 44 + len(text) - 7)[None]), dim=-1)
     checks.rounds_match(stats, slow, target, text, position_ids=whole)
+    output, fast = checks.generate(target, draft, PROMPT, position_ids=positions, cache_implementation="static")
+    assert output[0].tolist() == text and fast.path == "plain" and "position" in fast.reason
+    assert [r.accepted for r in fast.rounds] == [r.accepted for r in stats.rounds]
     permuting = tiny.perm_target()
     counts = [
         checks.equal_to_plain(permuting, tiny.perm_draft(), PROMPT, **options)[1].num_accepted

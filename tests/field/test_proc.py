@@ -8,6 +8,7 @@ import checks
 import tiny
 
 PROMPT = [5, 9, 11, 3]
+STATIC = {"cache_implementation": "static"}
 
 
 class CommittedOnly(LogitsProcessor):
@@ -53,12 +54,14 @@ def test_proc_2_stateful_processor(times, do_sample):
     make = lambda: {"logits_processor": LogitsProcessorList([CommittedOnly(times)])}  # noqa: E731
     draft = draft_for(target, **make())
     if do_sample:
-        output, stats = checks.generate(target, draft, PROMPT, do_sample=True, **make())
-        counts = torch.bincount(output[0])
-        assert counts.max() <= times
+        for path in ({}, STATIC):
+            output, _ = checks.generate(target, draft, PROMPT, do_sample=True, **make(), **path)
+            assert torch.bincount(output[0]).max() <= times
     else:
         _, stats = checks.equal_to_plain(target, draft, PROMPT, make, max_new_tokens=30)
         assert 0 < stats.num_accepted < stats.num_verified
+        _, fast, _ = checks.batch_equals_plain(target, draft, [PROMPT], make, max_new_tokens=30, **STATIC)
+        assert [r.accepted for r in fast.rounds] == [r.accepted for r in stats.rounds]
 
 
 OPTIONS = {

@@ -8,6 +8,8 @@ import checks
 import tiny
 
 PROMPT = [5, 9, 11, 3]
+STATIC = {"cache_implementation": "static"}
+BOTH_PATHS = pytest.mark.parametrize("path", [{}, STATIC], ids=["plain", "ragged"])
 
 
 def led_draft(target, **options):
@@ -79,14 +81,16 @@ class BanPrevious(LogitsProcessor):
         return scores
 
 
+@BOTH_PATHS
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_sample_9_custom_processor_sees_each_true_prefix_once(do_sample):
+def test_sample_9_custom_processor_sees_each_true_prefix_once(do_sample, path):
     target = tiny.random_target()
     draft = led_draft(target, logits_processor=LogitsProcessorList([BanPrevious()]))
     processor = BanPrevious()
     options = {"logits_processor": LogitsProcessorList([processor]), "do_sample": do_sample}
-    output, stats = checks.generate(target, draft, PROMPT, **options)
+    output, stats = checks.generate(target, draft, PROMPT, **options, **path)
     text = output[0].tolist()
+    assert (stats.path == "ragged") == bool(path)
     assert processor.prefixes == [text[:i] for i in range(len(PROMPT), len(text))]
     assert all(a != b for a, b in zip(text[3:], text[4:], strict=False))
     if not do_sample:
@@ -123,6 +127,7 @@ def test_sample_9_stopping_criteria_with_state(calls):
     make = lambda: {"stopping_criteria": StoppingCriteriaList([EverySecondCall(calls)])}  # noqa: E731
     new, _ = checks.equal_to_plain(target, tiny.perm_draft(), PROMPT, make)
     assert len(new) == calls
+    checks.batch_equals_plain(target, tiny.perm_draft(), [PROMPT], make, lengths=[calls], **STATIC)
 
 
 def test_sample_9_extra_model_arguments_reach_the_target():
@@ -133,6 +138,11 @@ def test_sample_9_extra_model_arguments_reach_the_target():
     assert text != checks.plain(target, PROMPT)[0].tolist()
     draft = tiny.markov_draft(tiny.text_table(text))
     checks.equal_to_plain(target, draft, PROMPT, token_type_ids=types)
+    for rows, path in ((1, "plain"), (2, "target_only")):
+        prompts, given = checks.tensor(PROMPT).expand(rows, -1), types.expand(rows, -1)
+        output, stats = checks.generate(target, draft, prompts, token_type_ids=given, pad_token_id=0, **STATIC)
+        assert output.tolist() == [text] * rows
+        assert stats.path == path and "token_type_ids" in stats.reason
 
 
 def test_unknown_arguments_are_refused_as_in_plain_generate():

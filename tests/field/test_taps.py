@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from family_files import speculators_files
 
 import checks
 import hf_dspark
@@ -53,6 +54,17 @@ def test_taps_1_are_entries_i_plus_1_of_hidden_states(taps):
     expected = torch.cat([hidden[i + 1] for i in taps], dim=-1)
     assert torch.equal(seen[0], expected), "the prompt's rows, bit for bit"
     assert torch.equal(hf_dspark.context_features(hidden, taps), expected)
+
+
+def test_taps_1_files_that_count_inputs_of_layers():
+    """speculators' `aux_hidden_state_layer_ids` [1, 3] are what others call layers 0 and 2: the same rows arrive."""
+    target = signed_target()
+    config, tensors = tiny.guided_files(tiny.text_table(PROMPT), taps=(0, 2))
+    draft = tiny.load_draft(*speculators_files(config, tensors, aux_hidden_state_layer_ids=[1, 3]))
+    seen = fed_to(draft, lambda: checks.generate(target, draft, PROMPT, max_new_tokens=1 + 5))
+    with torch.no_grad():
+        hidden = target(checks.tensor(PROMPT), output_hidden_states=True).hidden_states
+    assert torch.equal(seen[0], torch.cat([hidden[1], hidden[3]], dim=-1))
 
 
 def test_context_features_reads_outputs_and_partial_tuples():
