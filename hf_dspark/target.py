@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
@@ -56,10 +56,10 @@ def context_features(hidden_states_or_outputs: Any, target_layer_ids: list[int])
     return torch.cat([tap.to(taps[0].device) for tap in taps], dim=-1)
 
 
-def decoder_layers(target: nn.Module) -> nn.ModuleList | None:
-    """The list of a target's decoder layers, `None` where it has no such list."""
+def decoder_layers(target: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of a target's decoder layers, `None` where it has no such list; a vision tower may be as deep."""
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
-    return next((m for m in target.modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
+    return next((m for m in target.get_decoder().modules() if isinstance(m, nn.ModuleList) and len(m) == depth), None)
 
 
 class TargetVocabulary(NamedTuple):

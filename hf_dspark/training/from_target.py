@@ -19,7 +19,7 @@ def start_from_target(draft: DSparkForCausalLM, target: PreTrainedModel) -> list
         names of the draft's parameters that were set.
     """
     layers = list(decoder_layers(target) or [])
-    pairs = [("norm", draft.norm, getattr(target.base_model, "norm", None))]
+    pairs = [("norm", draft.norm, getattr(target.get_decoder(), "norm", None))]
     for i, own in enumerate(draft.layers if layers else []):
         theirs = layers[max(len(layers) - len(draft.layers) + i, 0)]
         for name, module in own.named_modules():

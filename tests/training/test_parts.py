@@ -130,6 +130,18 @@ def test_a_new_draft_begins_with_the_last_layers(family):
     assert torch.equal(draft.fc.weight[:, -width:], before["fc.weight"][:, -width:] + torch.eye(width))
 
 
+def test_layers_are_those_of_the_language_model():
+    """Not of a vision tower of the same depth."""
+    target = tiny.llava(vision_layers=6)
+    draft = training.new_draft(target, mask_token_id=61, markov_rank=8)
+    taken = start_from_target(draft, target)
+    language = target.model.language_model
+    assert {"norm.weight", "layers.1.self_attn.v_proj.weight"} <= set(taken)
+    for name in ("v_proj", "o_proj"):
+        own, given = (m.layers[-1].self_attn.get_submodule(name).weight for m in (draft, language))
+        assert torch.equal(own, given)
+
+
 def test_weights_that_are_not_the_numbers_that_count_are_not_taken():
     """A quantised weight without its scale, and one that is elsewhere."""
     target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
