@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.utils import logging
 
 import checks
 import oracle
@@ -48,10 +49,15 @@ def test_pos_2_conflicting_thetas_are_reported():
         assert any("500" in str(why) and "900" in str(why) for why in draft.config.resolution.values())
 
 
-def test_pos_2_missing_theta_is_a_stated_default():
+def test_pos_2_missing_theta_is_a_stated_default(caplog):
     config, tensors, slow = pair(drop=["rope_parameters"], theta=10000.0)
-    draft = tiny.load_draft(config, tensors)
-    assert any("theta" in key or "rope" in key for key in draft.config.resolution)
+    logging.enable_propagation()
+    try:
+        draft = tiny.load_draft(config, tensors)
+    finally:
+        logging.disable_propagation()
+    assert any("rope_theta" in r.getMessage() and "10000" in r.getMessage() for r in caplog.records)
+    assert "10000" in draft.config.resolution["rope_theta"]
     same_proposals(draft, slow)
 
 

@@ -220,17 +220,17 @@ def test_static_3_buffers_go(error, end):
         assert live_bytes() < before
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows,path", [(1, {}), (2, {}), (1, {"cache_implementation": None})])
 @pytest.mark.parametrize("error", [None, RuntimeError])
-def test_static_3_a_call_ends_with_its_output(rows, error):
+def test_static_3_a_call_ends_with_its_output(rows, path, error):
     """What a call was given and has made goes with it at once, not when Python next looks for cycles."""
     target, draft = copy.deepcopy(tiny.random_target()), tiny.random_draft()
-    run(target, draft, rows=rows)
+    run(target, draft, rows=rows, **path)
     gc.collect()
     gc.disable()
     try:
         processor = checks.LeaveAlone()
-        given = {"logits_processor": LogitsProcessorList([processor]), "output_scores": True}
+        given = {"logits_processor": LogitsProcessorList([processor]), "output_scores": True} | path
         run(target, draft, error, rows, **given)
         references = weakref.ref(processor), weakref.ref(draft)
         del given, processor, draft
