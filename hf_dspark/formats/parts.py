@@ -30,7 +30,7 @@ def make_config(fields: dict[str, Any]) -> DSparkConfig:
     """`DSparkConfig(**fields)`; whatever transformers' own checks of a config raise becomes a ValueError."""
     try:
         return DSparkConfig(**fields)
-    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError) as error:
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError) as error:
         raise ValueError(f"config.json does not describe a draft: {error}") from error
 
 

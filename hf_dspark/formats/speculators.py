@@ -78,7 +78,7 @@ def _layer_keys(file: Keys) -> dict[str, Any]:
     config_class = Qwen3Config if kind == "qwen3" else CONFIG_MAPPING[kind]
     try:
         keys = config_class(**layers).to_dict()
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"`{LAYERS}` does not describe {kind} layers: {error}") from error
     # What the file itself says counts as it stands there.
     return {name: value for name, value in keys.items() if name != "dtype"} | layers

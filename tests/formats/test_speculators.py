@@ -297,7 +297,7 @@ def test_other_methods_of_the_format_are_refused_by_name(tmp_path):
 
 
 def test_malformed_nests_are_named(tmp_path):
-    for nest in ([], "qwen3", {"model_type": 3}, {"model_type": "no_such_model"}, {"hidden_size": "x"}):
+    for nest in ([], "qwen3", {"model_type": 3}, {"model_type": "no_such_model"}, {"hidden_size": "x"}, {"dtype": []}):
         config, tensors = speculators_files(*draft())
         config["transformer_layer_config"] = nest
         with pytest.raises(ValueError, match="transformer_layer_config|model_type"):
