@@ -18,7 +18,7 @@ from hf_dspark.hub import write_card
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "model_cards" / DRAFT_NAME
 # Those that exist are shown, in this order.
-MEASUREMENTS = ("embedded_draft", "h200_smollm2", "calibrate_smollm2", "train_smollm2")
+MEASUREMENTS = ("embedded_draft", "cpu_smollm2", "h200_smollm2", "calibrate_smollm2", "train_smollm2")
 
 
 def write(folder: Path) -> Path:
