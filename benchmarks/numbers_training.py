@@ -52,7 +52,7 @@ def throughput(report: dict) -> list[str]:
         f"shape with random weights, draft of 2 layers, {given['batch_size']} texts of {given['length']} tokens, "
         f"{given['num_anchors']} blocks of 7 each; target's forward, draft, loss, backward, AdamW. The step replays a "
         "recorded objective; target and objective (draft, loss, backward) are timed alone."
-        + (f" Measured with {report['note']}." if "note" in report else ""),
+        + (f" Measured: {report['note']}." if "note" in report else ""),
         table(heads, rows),
     ]
 
@@ -103,4 +103,23 @@ def simulation(report: dict) -> list[str]:
         f"humaneval and mt-bench, T=1, bfloat16), {report['steps']:,} rounds, least gain {report['min_gain']}.",
         table(["rows", "best fixed", *others], lines),
         "![Throughput and verify budget by concurrent rows](../benchmarks/scheduler_sim.png)",
+    ]
+
+
+def calibration(report: dict) -> list[str]:
+    """ECE and AUROC of the embedded draft's confidence by position, from calibrate_smollm2.json."""
+    env, gamma = report["environment"], len(report["temperatures"])
+    device = "a CPU" if env["device"] == "cpu" else f"one {env['device']}"
+    percent = ("ECE of a_j, T_k = 1", "ece_by_position_before"), ("ECE of a_j, with the chosen T_k", "ece_by_position")
+    lines = [[label, *(f"{100 * x:.1f} %" for x in report[name])] for label, name in percent]
+    auroc = ("AUROC of c_k", "auroc_c"), ("AUROC of a_j", "auroc_a")
+    lines += [[label, *(f"{x:.3f}" for x in report[name])] for label, name in auroc]
+    return [
+        "## Confidence of the embedded draft",
+        f"On {device}, hf_dspark {env['hf_dspark']}, transformers {env['transformers']}, torch {env['torch']}, seed "
+        f"{env['seed']}, {report['dtype']}: {report['dataset']}, {report['num_rounds']:,} rounds at T=1, "
+        f"{100 * report['holdout']:.0f} % of the texts held out for these numbers. Against the probability that the "
+        f"first j drafts pass, which is known. {' '.join(note[0].upper() + note[1:] for note in report['notes'])}.",
+        table(["", *(f"{j + 1}" for j in range(gamma))], lines),
+        "![Reliability of a_j by position](../benchmarks/calibrate_smollm2.png)",
     ]

@@ -192,6 +192,7 @@ def numbers_page(report: dict, pair: dict, shapes: dict[str, dict], kernels: dic
         near_ties(report),
         *numbers_h200.sections(pair, shapes),
         *numbers_training.drafts(load("embedded_draft")),
+        *numbers_training.calibration(load("calibrate_smollm2")),
         *numbers_training.throughput(load("train_h200")),
         *numbers_training.schedulers(load("scheduler_h200_8b")),
         *numbers_training.simulation(load("scheduler_sim")),
