@@ -1,7 +1,7 @@
 # How the embedded draft was made: texts of the target, a draft, and the same draft without Markov head to compare.
 # On one H200 the four `synthesize` ran side by side (66,000 tokens/s, with tests beside them) and were stopped after
 # 300 s: what follows used the 6, 6, 7 and 3 batches that each had finished (56,315 conversations, 21.5 M tokens), as
-# one file of `input_ids` and `loss_mask`. Training took 65 ms a step, the two drafts at once on a GPU each.
+# one file of `input_ids` and `loss_mask`. Training took about 62 ms a step, the two drafts on a GPU each.
 set -e
 cd "$(dirname "$0")"
 python prompts.py prompts.jsonl --count 120000 --seed 11

@@ -8,7 +8,11 @@ from .config import TrainingConfig
 
 
 def make_optimizer(draft: DSparkForCausalLM, config: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW on everything but the shared embeddings and head; norms and biases do not decay."""
+    """AdamW on everything but the shared embeddings and head; norms and biases do not decay.
+
+    Raises:
+        ValueError: a rate for the Markov head of a draft that has none.
+    """
     frozen = ("embed_tokens.", "lm_head.")
     groups: dict[str, list[nn.Parameter]] = {"matrices": [], "vectors": [], "tables": []}
     for name, parameter in draft.named_parameters():
@@ -18,6 +22,8 @@ def make_optimizer(draft: DSparkForCausalLM, config: TrainingConfig) -> torch.op
             groups["tables"].append(parameter)
         else:
             groups["matrices" if parameter.dim() > 1 else "vectors"].append(parameter)
+    if config.markov_learning_rate is not None and not groups["tables"]:
+        raise ValueError("`markov_learning_rate` has no effect, the draft has no Markov head. Leave it out.")
     rate = 4 * config.learning_rate if config.markov_learning_rate is None else config.markov_learning_rate
     more: dict[str, dict[str, float]] = {"matrices": {}, "vectors": {"weight_decay": 0.0}, "tables": {"lr": rate}}
     return torch.optim.AdamW(

@@ -219,6 +219,11 @@ def test_wrong_arguments(config, changes, message):
         config(**changes)
 
 
+def test_a_rate_for_a_markov_head_that_is_not_there(config):
+    with pytest.raises(ValueError, match="the draft has no Markov head"):
+        trainer.Run(config(markov_rank=0, enable_confidence_head=False, markov_learning_rate=1e-3))
+
+
 def test_tensorboard_is_asked_for_only_where_it_is(config, monkeypatch):
     monkeypatch.setattr(trainer, "is_tensorboard_available", lambda: False)
     with pytest.raises(ValueError, match="pip install tensorboard"):
