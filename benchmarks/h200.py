@@ -95,7 +95,7 @@ class Ragged:
         def decide():
             logits = rounds._proposer.confidence_logits(backbone, lanes.anchors, drafts)
             decision = logits, rounds.temperatures, rounds.threshold, self.options.count, False
-            return rounds._do(plan_verify, recorded)(lanes, rounds.lengths, drafts, size, *decision)
+            return rounds._do(plan_verify, recorded)(lanes, rounds.lengths, drafts, size, False, *decision)
 
         _, lengths, at = run("confidence", decide)
         verified = run("verify", lambda: rounds.verify(at))

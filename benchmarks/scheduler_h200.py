@@ -81,7 +81,7 @@ def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: 
                 synchronize()
                 seconds = time.perf_counter() - started
             if repeat == 0:
-                continue  # compiles, records and, for "auto", profiles
+                continue  # compiles, records and, for "auto", measures costs
             row = rows.setdefault(name, {"tokens_per_second": [], "tau": [], "verified_per_row": []})
             row["tokens_per_second"].append(batch * new / seconds)
             row["tau"].append(stats.mean_acceptance_length)
@@ -136,8 +136,8 @@ def main() -> None:
         for batch, given in zip(batches, inputs, strict=True):
             options = arguments.new_tokens, arguments.repeats
             result["batches"].append(compare(batch, measure(target, draft, given, lengths, *options, restart)))
-            costs = engine_of(target, draft)._costs[batch]
-            result["costs"][batch] = {"verify_ms": costs.verify_ms, "draft_ms": costs.draft_ms}
+            costs = engine_of(target, draft).cost_model(batch, 1)
+            result["costs"][batch] = {name: getattr(costs, name) for name in ("verify_ms", "draft_ms", "host_ms")}
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
     if arguments.pair == "smollm2":

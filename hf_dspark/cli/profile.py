@@ -28,7 +28,8 @@ def profile(
     console.check_json_path(json)
     models = load_models(target, draft, dtype=dtype.value, device_map=device_map, plain=False)
     costs = CostModel.profile(models.target, models.draft, batch_sizes=batch_size or [1], context_length=context_length)
-    for title, table in (("tokens verified", costs.verify_ms), ("rows drafted", costs.draft_ms)):
+    tables = {"tokens verified": costs.verify_ms, "rows drafted": costs.draft_ms, "rows on the host": costs.host_ms}
+    for title, table in tables.items():
         shown = Table(title_justify="left", box=None)
         shown.add_column(title, justify="right")
         shown.add_column("ms", justify="right")

@@ -18,32 +18,94 @@ MOST_DECODED = 32
 PART = 1024  # query tokens of a prompt that are scored at once where the scores are materialised
 
 
+Span = tuple[int, int, int]
+
+
 def prompt_attention(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    stores: tuple[torch.Tensor, torch.Tensor],
     tokens: FlatTokens,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention of long stretches, row by row: `query` [heads, T, head_dim] -> [T, heads, head_dim]."""
+    """Attention of long stretches: `query`, `key`, `value` [heads, T, head_dim] -> [T, heads, head_dim].
+
+    stores: keys and values [rows, kv_heads, capacity, head_dim], those of the tokens at hand included.
+    """
     assert tokens.spans is not None
     outputs, first = [], 0
-    for row, start, count in tokens.spans:
-        end = start + count
-        part, key, value = query[:, first : first + count], keys[row, :, :end], values[row, :, :end]
-        if softcap is None and (window is None or window >= end):
-            # Of the backends that take a causal mask aligned at the end, none expands the KV heads.
-            mask = None if start == 0 else causal_lower_right(count, end)
-            output = F.scaled_dot_product_attention(
-                part[None], key[None], value[None], mask, is_causal=start == 0, scale=scale, enable_gqa=True
-            )[0]
+    simple = softcap is None and (window is None or window >= tokens.most)
+    for spans in together(tokens.spans) if simple else [[span] for span in tokens.spans]:
+        part = slice(first, first + sum(count for _, _, count in spans))
+        first = part.stop
+        if len(spans) > 1:
+            states = [tensor[:, part] for tensor in (query, key, value)]
+            rows = tokens.rows[part] - spans[0][0]
+            outputs.append(_padded_attention(states, rows, tokens.positions[part], spans, scale))
         else:
-            output = _masked_attention(part, key, value, start, scale, window, softcap)
-        outputs.append(output.transpose(0, 1))
-        first += count
+            keys, values = (store[spans[0][0]] for store in stores)
+            outputs.append(_row_attention(query[:, part], keys, values, spans[0], scale, window, softcap))
     return torch.cat(outputs)
+
+
+def together(spans: list[Span]) -> list[list[Span]]:
+    """Spans in groups of neighbours that begin their texts, and whose padding is no longer than they are."""
+    groups: list[list[Span]] = []
+    longest = total = 0
+    for span in spans:
+        row, start, count = span
+        longest, total = max(longest, count), total + count
+        follows = bool(groups) and groups[-1][-1][:2] == (row - 1, 0) and start == 0
+        if follows and (len(groups[-1]) + 1) * longest <= 2 * total:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+            longest = total = count
+    return groups
+
+
+def _padded_attention(
+    states: list[torch.Tensor], rows: torch.Tensor, places: torch.Tensor, spans: list[Span], scale: float
+) -> torch.Tensor:
+    """One launch for several rows that begin their texts; a causal mask hides the padding, which comes last.
+
+    states: query, key, value [heads, T, head_dim] of the tokens at `places` [T] of `rows` [T], which count from 0.
+    """
+    padded = []
+    for tensor in states:
+        longest = max(count for _, _, count in spans)
+        new = tensor.new_zeros(len(spans), longest, tensor.shape[0], tensor.shape[2])
+        new[rows, places] = tensor.transpose(0, 1)
+        padded.append(new.transpose(1, 2))
+    query, key, value = padded
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2)[rows, places]
+
+
+def _row_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    span: Span,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    _, start, count = span
+    end = start + count
+    keys, values = keys[:, :end], values[:, :end]
+    if softcap is None and (window is None or window >= end):
+        # Of the backends that take a causal mask aligned at the end, none expands the KV heads.
+        mask = None if start == 0 else causal_lower_right(count, end)
+        output = F.scaled_dot_product_attention(
+            query[None], keys[None], values[None], mask, is_causal=start == 0, scale=scale, enable_gqa=True
+        )[0]
+    else:
+        output = _masked_attention(query, keys, values, start, scale, window, softcap)
+    return output.transpose(0, 1)
 
 
 def _masked_attention(
@@ -94,14 +156,14 @@ def attention_function(
         raise NotImplementedError(f"attention sinks ({type(unknown).__name__} s_aux) are not supported")
     tokens = module.ragged_cache.tokens
     module.ragged_window = sliding_window
-    keys, values = module.ragged_store.add(tokens, key, value)
+    stores = module.ragged_store.add(tokens, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if tokens.spans is not None and tokens.most > MOST_DECODED:
-        return prompt_attention(query[0], keys, values, tokens, scale, sliding_window, softcap)[None], None
+        states = query[0], key[0], value[0]
+        return prompt_attention(*states, stores, tokens, scale, sliding_window, softcap)[None], None
     output = ragged_attention(
         query[0].transpose(0, 1),
-        keys,
-        values,
+        *stores,
         tokens.row_starts,
         tokens.limits,
         scale,

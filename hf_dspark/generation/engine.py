@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..context import common_length
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import Proposer
-from ..scheduling.cost_model import CostModel
+from ..scheduling.cost_model import REPEATS, CostModel
 from ..target import share_vocabulary
 from . import fuse
 from .graphs import TURN, Graphs, RecordingFailed
@@ -29,6 +29,7 @@ MAX_ROWS = 64
 FIRST_SLOTS = 1024
 STEP = 64
 PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
+CAPTURED_REPEATS = 15  # of a cost; recorded rounds take milliseconds, of which the host's share varies
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class Engine:
     Attributes:
         uncaptured: why rounds are not recorded, or "".
         texts: ids of the tokens that each row of the caches holds since the last call, if it ended well.
+        host_ms: by number of rows (a power of two), milliseconds between the rounds of the last call.
     """
 
     def __init__(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath):
@@ -124,6 +126,7 @@ class Engine:
         twin = draft_twin(draft)
         self._context = RaggedContext(twin.config, 1, 16, draft.device, draft.dtype, draft.context_window)
         self.texts: list[list[int]] = []
+        self.host_ms: dict[int, float] = {}
         self._fused = fuse.Fused(self.twin.model, twin, options.fuse_projections)
         self._fingerprint = fingerprint(target), fingerprint(draft)
         self.proposer = Proposer(twin, share_vocabulary(twin.config, self.twin.model))
@@ -268,12 +271,19 @@ class Engine:
         return torch.cat(logits)
 
     def cost_model(self, num_rows: int, context_length: int) -> CostModel:
-        """Measured costs of rounds of up to `num_rows` rows; measured on the first use."""
+        """Measured costs of rounds of up to `num_rows` rows, a power of two.
+
+        The device's part is measured on the first use, the host's part is that of the last call, 0 before the first.
+        """
         if num_rows not in self._costs:
             tokens = [num_rows * size for size in range(1, self.proposer.draft.config.num_draft_tokens + 2)]
             timer = EngineTimer(self, num_rows, context_length)
-            self._costs[num_rows] = CostModel.measure(timer, token_counts=tokens, row_counts=[num_rows])
-        return self._costs[num_rows]
+            repeats = REPEATS if self.uncaptured else CAPTURED_REPEATS
+            self._costs[num_rows] = CostModel.measure(
+                timer, token_counts=tokens, row_counts=[num_rows], repeats=repeats
+            )
+        host = {num_rows: self.host_ms[num_rows]} if num_rows in self.host_ms else {}
+        return self._costs[num_rows].with_host(host)
 
     def graphs(self, rounds: Rounds) -> Graphs:
         """Where the steps of `rounds` are recorded, or just run."""

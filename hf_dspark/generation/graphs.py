@@ -11,7 +11,7 @@ from ..compiling import first_line
 from .layout import bucket
 
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
-# Held for device work only, never while code of a caller runs, but for a cost model (`meanwhile`).
+# Held for device work and what is done `meanwhile`, never while code of a caller runs, but for a cost model.
 TURN = threading.RLock()
 
 

@@ -3,12 +3,12 @@
 All verify tokens of a round lie on one flat axis and ended rows leave it, so they cost nothing.
 """
 
+import statistics
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..modeling_dspark import BackboneOutput, DSparkForCausalLM
 from ..sampling import draw
 from ..scheduling.scheduler import PrefixScheduler
+from .device_round import DeviceRound
 from .engine import Engine
 from .graphs import Graphs, RecordingFailed
 from .layout import bucket
@@ -94,6 +95,11 @@ class RaggedLoop:
         self.device = draft.device
         self.rounds = engine.rounds(bucket(num_rows))
         self.warpers = self._device_warpers(logits_processor)
+        # Nobody looks on while a round is at work: then the last one is noted meanwhile.
+        self._unseen = streamer is None and all(row.transcript.decided_by_ids for row in self.rows)
+        self._last: DeviceRound | None = None  # not noted yet
+        self._answered: float | None = None  # when the device had finished it
+        self._between: list[float] = []
 
     def _device_warpers(self, processors: LogitsProcessorList) -> Warpers | None:
         """How the device samples; `None` if the host must decide, since it has to see or to show scores."""
@@ -107,8 +113,13 @@ class RaggedLoop:
         self.record.set_captured(not self.engine.uncaptured)
         with torch.no_grad():
             self._prefill()
-            while active := self._active():
-                self._round(active)
+            try:
+                while active := self._active():
+                    self._round(active)
+            finally:
+                self._note_last()
+        if self._between:
+            self.engine.host_ms[self.rounds.num_rows] = 1000 * statistics.median(self._between)
         self.engine.texts = [row.held for row in self.rows]
         if self.streamer is not None:
             self.streamer.end()
@@ -218,27 +229,34 @@ class RaggedLoop:
             samples=bool(self.config.do_sample),
             one_hot=self.policy.sample_method == "greedy",
         )
+        launched = time.perf_counter()
+        if self._answered is not None and len(active) == len(self.rows):
+            self._between.append(launched - self._answered)
         if self.policy.scheduler is None:
-            lines = rounds.run(graphs, width, kind)
+            lines = rounds.run(graphs, width, kind, meanwhile=self._note_last)
         else:
             lines = self._scheduled(graphs, width, kind, active)
-        confidences = self._confidences(lines)
-        milliseconds = 1000 * (time.perf_counter() - started)
-        gamma, drafted = rounds.gamma, self._drafted
-        has_confidence = self.draft.confidence_head is not None
-        for row, line, c in zip(active, lines.tolist(), confidences.tolist(), strict=False):
-            own, accepted, verified = line[gamma : gamma + 3]
-            committed = row.transcript.commit([*line[:accepted], own])
-            self._finish(
-                row,
-                draft_tokens=line[:gamma] if drafted else [],
-                c=c if drafted and has_confidence else None,
-                verified=verified,
-                committed=committed,
-                accepted=min(committed, accepted),
-                milliseconds=milliseconds,
-            )
+        self._answered = time.perf_counter()
+        self._commit(active, lines, 1000 * (self._answered - started))
+
+    def _commit(self, active: list[Row], lines: torch.Tensor, milliseconds: float) -> None:
+        """Add to the texts what a round on the device returned."""
+        n, gamma = len(active), self.rounds.gamma
+        listed, committed = lines[:n, : gamma + 3].tolist(), []
+        for row, (*drafts, own, accepted, _) in zip(active, listed, strict=True):
+            committed.append(row.transcript.commit([*drafts[:accepted], own]))
+            row.length += committed[-1]
+        has_confidence = self._drafted and self.draft.confidence_head is not None
+        c = self._confidences(lines)[:n] if has_confidence else None
+        self._last = DeviceRound(active, listed, c, committed, self._drafted, milliseconds)
+        if not self._unseen:
+            self._note_last()
         self._end(active)
+
+    def _note_last(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last.note(self.record)
 
     def _confidences(self, lines: torch.Tensor) -> np.ndarray:
         """c_k [L, γ] of what a round returned."""
@@ -247,17 +265,21 @@ class RaggedLoop:
     def _scheduled(self, graphs: Graphs, width: int, kind: RoundOptions, active: list[Row]) -> torch.Tensor:
         """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
         if not self._drafted:
-            return self.rounds.run(graphs, width, replace(kind, count=0))
+            return self.rounds.run(graphs, width, replace(kind, count=0), meanwhile=self._note_last)
         n, room = len(active), self._room(active)
         if self.policy.decides_before:  # one recording, as without a scheduler
             budget = self.policy.budget(n)
             num_tokens = None if budget is None else n + budget
-            lines = self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self.policy.tell_scheduler)
+            lines = self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self._catch_up)
             self.policy.note_round(self._confidences(lines)[:n], room)
             return lines
-        c = self.rounds.propose(graphs, width, kind)
+        c = self.rounds.propose(graphs, width, kind, meanwhile=self._note_last)
         lengths = self.policy.lengths(None if c is None else c[:n], room)
         return self.rounds.conclude(graphs, width, lengths, kind)
+
+    def _catch_up(self) -> None:
+        self.policy.tell_scheduler()
+        self._note_last()
 
     @staticmethod
     def _room(active: list[Row]) -> list[int | None]:
@@ -305,8 +327,11 @@ class RaggedLoop:
                     "q": [] if scores is None else policy.draft_probabilities(drafts[i], scores[i]),
                     "p": decided_probabilities(seen, drafts[i, : lengths[i]].tolist(), accepted, next_token),
                 }
-            self._finish(
-                row,
+            row.length += committed[i]
+            self.record.add_round(
+                row.transcript,
+                row=row.index,
+                position=row.length - committed[i],
                 draft_tokens=[] if block is None else block.tokens[i].tolist(),
                 c=None if c is None else c[i].tolist(),
                 verified=lengths[i],
@@ -328,10 +353,6 @@ class RaggedLoop:
             processors = RowProcessors(self.policy.processors, row.index, self._texts)
             parts.append(self.policy.choose(ids, logits[i : i + 1].to(text.device), processors))
         return tuple(torch.cat([part[i] for part in parts]).to(self.device) for i in range(2))
-
-    def _finish(self, row: Row, *, committed: int, **numbers: Any) -> None:
-        self.record.add_round(row.transcript, row=row.index, position=row.length, committed=committed, **numbers)
-        row.length += committed
 
     def _end(self, active: list[Row]) -> None:
         """Take rows that have ended off the lanes."""

@@ -61,6 +61,8 @@ class Round:
 class SpeculationStats:
     """Statistics of the DSpark calls it saw; `rounds` fills while they run.
 
+    The fast path notes a round while the next one runs, unless a streamer or a criterion of the caller looks on.
+
     Attributes:
         rounds: every round in order.
         num_tokens: new tokens returned, the first of each row included.

@@ -201,7 +201,9 @@ class Rounds:
 
     # ---- the same in two parts, for lengths that a scheduler chooses in between
 
-    def propose(self, graphs: Graphs, width: int, options: RoundOptions) -> torch.Tensor | None:
+    def propose(
+        self, graphs: Graphs, width: int, options: RoundOptions, meanwhile: Callable[[], None] | None = None
+    ) -> torch.Tensor | None:
         """Draft a block in every lane. Returns c_k [width, γ] on the host, or `None` without confidence head."""
 
         def function() -> tuple[Proposed, torch.Tensor, torch.Tensor | None]:
@@ -211,7 +213,7 @@ class Rounds:
             return proposed, self.lengths.clone(), c
 
         key = ("propose", self.num_rows, width, options, self.warpers.kind)
-        self._proposed, self._before, self._c = graphs.run(key, function, self._static(width))
+        self._proposed, self._before, self._c = graphs.run(key, function, self._static(width), meanwhile)
         return None if self._c is None else self._c.cpu()
 
     def conclude(self, graphs: Graphs, width: int, lengths: list[int], options: RoundOptions) -> torch.Tensor:

@@ -16,6 +16,7 @@ class Transcript:
         tokens: new tokens on the host.
         scores, logits: one [1, V] entry a new token (processed and raw), or `None` when not asked for.
         stopped: whether the text has ended.
+        decided_by_ids: whether end-of-text ids and length limits alone end it, so that no code of the caller runs.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Transcript:
         limits = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self._max_length = min(limits, default=None)
         self._eos = {int(i) for c in criteria if type(c) is EosTokenCriteria for i in c.eos_token_id}
-        self._all_known = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
+        self.decided_by_ids = all(type(c) in (MaxLengthCriteria, EosTokenCriteria) for c in criteria)
 
     def __len__(self) -> int:
         return self.prompt_length + len(self.tokens)
@@ -58,7 +59,7 @@ class Transcript:
 
     def run_on(self, length: int) -> None:
         """Continue an ended text up to `length` tokens, whatever it says."""
-        self.stopped, self._max_length, self._eos, self._all_known = False, length, set(), True
+        self.stopped, self._max_length, self._eos, self.decided_by_ids = False, length, set(), True
 
     def commit(self, tokens: list[int], scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> int:
         """Commit `tokens` until one of them ends the text.
@@ -85,6 +86,6 @@ class Transcript:
         return len(tokens)
 
     def _ends(self, token: int) -> bool:
-        if self._all_known:
+        if self.decided_by_ids:
             return token in self._eos or self.room == 0
         return bool(self._criteria(self.ids, self.scores).all())

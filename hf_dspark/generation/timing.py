@@ -10,10 +10,14 @@ from .layout import bucket
 from .rounds import RoundOptions
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..modeling_dspark import DSparkForCausalLM
     from .engine import Engine
 
 
 SMALLEST = 1e-3  # milliseconds; differences of two measurements may be 0
+HOST_TOKENS = 48
 
 
 class EngineTimer:
@@ -63,3 +67,17 @@ class EngineTimer:
         started = time.perf_counter()
         function()  # both pieces end with a read, so the device has finished
         return 1000 * (time.perf_counter() - started)
+
+
+def time_host(engine: "Engine", target: "PreTrainedModel", draft: "DSparkForCausalLM", num_rows: int) -> float | None:
+    """Milliseconds between the rounds of a short generate() of `num_rows` rows; `None` where the host decides."""
+    ids = torch.ones(num_rows, 1, dtype=torch.long, device=target.device)
+    scheduler, draft.scheduler = draft.scheduler, None
+    try:
+        target.generate(
+            ids, attention_mask=torch.ones_like(ids), assistant_model=draft, cache_implementation="static",
+            do_sample=False, max_new_tokens=HOST_TOKENS, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    finally:
+        draft.scheduler = scheduler
+    return engine.host_ms.get(bucket(num_rows))

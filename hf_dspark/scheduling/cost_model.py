@@ -1,7 +1,8 @@
 """`CostModel`: what a round costs on this machine, measured (paper, SPS profile).
 
-A round is one draft for R rows and one target forward over B tokens. Both costs are tables of medians, made monotone.
-Captured graphs run at fixed sizes, so between two measured sizes the cost is that of the larger one: a staircase.
+A round is one draft for R rows, one target forward over B tokens, and what the host does until it starts the next one:
+a good part of it where the target is small. The costs are tables of medians, made monotone. Captured graphs run at
+fixed sizes, so between two measured sizes the cost is that of the larger one: a staircase.
 """
 
 import bisect
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 import transformers
 from transformers.utils import logging
@@ -45,9 +47,10 @@ class CostModel:
         verify_ms: tokens of a target forward -> milliseconds.
         draft_ms: rows -> milliseconds of a draft; empty for drafts that cost nothing.
         environment: where it was measured; kept in the file, never read.
+        host_ms: rows -> milliseconds between two rounds, with or without drafts; empty for none.
 
     Attributes:
-        verify_ms, draft_ms: the tables in rising order after a running maximum: more work never costs less.
+        verify_ms, draft_ms, host_ms: the tables in rising order after a running maximum: more work never costs less.
 
     Raises:
         ValueError: an empty verify table, sizes below 1 or times that are not above 0.
@@ -58,29 +61,46 @@ class CostModel:
         verify_ms: Mapping[int, float],
         draft_ms: Mapping[int, float] | None = None,
         environment: dict[str, Any] | None = None,
+        host_ms: Mapping[int, float] | None = None,
     ):
         if not verify_ms:
             raise ValueError("`verify_ms` is empty. Measure at least one number of tokens.")
         self.verify_ms = _monotone("verify_ms", verify_ms)
         self.draft_ms = _monotone("draft_ms", draft_ms or {})
+        self.host_ms = _monotone("host_ms", host_ms or {})
         self.environment = dict(environment or {})
         # Looked up for every number of tokens of a batch.
         self._verify = list(self.verify_ms), list(self.verify_ms.values())
         self._draft = list(self.draft_ms), list(self.draft_ms.values())
+        self._host = list(self.host_ms), list(self.host_ms.values())
 
     # ---- asking
 
     def steps_per_second(self, batch_tokens: int, num_rows: int | None = None) -> float:
-        """SPS(B): rounds a second that verify B = Σ (1 + ℓ_r) tokens, the draft for `num_rows` rows included.
+        """SPS(B): rounds a second that verify B = Σ (1 + ℓ_r) tokens, with the draft and the host for `num_rows` rows.
 
-        Without `num_rows` the draft counts as at the smallest measured number of rows.
+        Without `num_rows` these two count as at the smallest measured number of rows.
 
         Raises:
             ValueError: a size below 1.
         """
         milliseconds = _cost("batch_tokens", self._verify, batch_tokens)
-        if self.draft_ms:
-            milliseconds += self._draft[1][0] if num_rows is None else _cost("num_rows", self._draft, num_rows)
+        for curve in (self._draft, self._host):
+            if curve[0]:
+                milliseconds += curve[1][0] if num_rows is None else _cost("num_rows", curve, num_rows)
+        return 1000 / milliseconds
+
+    def speeds(self, batch_tokens: range, num_rows: int) -> np.ndarray:
+        """`steps_per_second` of many B, float64; a scheduler wants them all whenever the number of rows changes."""
+        sizes, times = self._verify
+        wanted = np.asarray(batch_tokens)
+        at = np.searchsorted(sizes, wanted)
+        milliseconds = np.asarray(times)[np.minimum(at, len(sizes) - 1)]
+        for i in np.nonzero(at == len(sizes))[0]:  # above the table
+            milliseconds[i] = _cost("batch_tokens", self._verify, int(wanted[i]))
+        for curve in (self._draft, self._host):
+            if curve[0]:
+                milliseconds += _cost("num_rows", curve, num_rows)
         return 1000 / milliseconds
 
     def plain_steps_per_second(self, num_rows: int) -> float:
@@ -89,7 +109,8 @@ class CostModel:
         Raises:
             ValueError: a size below 1.
         """
-        return 1000 / _cost("num_rows", self._verify, num_rows)
+        host = _cost("num_rows", self._host, num_rows) if self.host_ms else 0.0
+        return 1000 / (_cost("num_rows", self._verify, num_rows) + host)
 
     # ---- measuring
 
@@ -99,7 +120,8 @@ class CostModel:
 
         Args:
             target, draft: the pair, on the device and in the dtype it will run in.
-            batch_sizes: numbers of rows R; for each, verify costs of R, 2R, … (1+γ)R tokens and the draft's cost.
+            batch_sizes: numbers of rows R; for each, verify costs of R, 2R, … (1+γ)R tokens, the draft's cost, and the
+                host's time between the rounds of a short generate().
             context_length: tokens in the caches of each row while it is measured.
 
         Raises:
@@ -112,13 +134,15 @@ class CostModel:
                 "Give the numbers of rows that generate() will be called with."
             )
         tokens = [count * size for count in rows for size in range(1, draft.config.num_draft_tokens + 2)]
-        from ..generation.timing import EngineTimer  # generation knows this room
+        from ..generation.timing import EngineTimer, time_host  # generation knows this room
         from ..generation.warmup import idle_engine
 
         environment = describe(target, draft, context_length=context_length)
         with idle_engine(target, draft) as engine:
             timer = EngineTimer(engine, rows[-1], context_length)
-            return cls.measure(timer, token_counts=tokens, row_counts=rows, environment=environment)
+            costs = cls.measure(timer, token_counts=tokens, row_counts=rows, environment=environment)
+        host = {count: time_host(engine, target, draft, count) for count in rows}
+        return costs.with_host({count: milliseconds for count, milliseconds in host.items() if milliseconds})
 
     @classmethod
     def measure(
@@ -156,6 +180,10 @@ class CostModel:
             environment,
         )
 
+    def with_host(self, host_ms: Mapping[int, float]) -> "CostModel":
+        """The same costs with another `host_ms`."""
+        return CostModel(self.verify_ms, self.draft_ms, self.environment, host_ms)
+
     # ---- files and plot
 
     @classmethod
@@ -169,14 +197,16 @@ class CostModel:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             verify, draft = ({int(n): float(ms) for n, ms in data[k].items()} for k in ("verify_ms", "draft_ms"))
+            host = {int(n): float(ms) for n, ms in data.get("host_ms", {}).items()}
             environment = data.get("environment")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a cost table (`verify_ms`, `draft_ms`): {error!r}.") from error
-        return cls(verify, draft, environment)
+        return cls(verify, draft, environment, host)
 
     def to_json(self, path: str | Path) -> None:
-        """Write `{"verify_ms": {tokens: ms}, "draft_ms": {rows: ms}, "environment": {...}}`."""
-        data = {"verify_ms": self.verify_ms, "draft_ms": self.draft_ms, "environment": self.environment}
+        """Write `{"verify_ms": {tokens: ms}, "draft_ms": {rows: ms}, "host_ms": {rows: ms}, "environment": {...}}`."""
+        names = ("verify_ms", "draft_ms", "host_ms", "environment")
+        data = {name: getattr(self, name) for name in names}
         Path(path).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path | None = None) -> "Figure":

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from .cost_model import CostModel
+
 # Parking: rounds over which drafting is judged, and rounds without drafts after it lost (they double up to the limit).
 PROBE_ROUNDS = 8
 PARKED_ROUNDS, MOST_PARKED_ROUNDS = 16, 256
@@ -168,13 +170,15 @@ class PrefixScheduler:
         tau[1:] += np.sort(a, axis=None)[::-1].cumsum()
         key = num_rows, gamma
         if key not in self._speeds:
-            speeds = [self._speed(b, num_rows) for b in range(num_rows, num_rows * (1 + gamma) + 1)]
-            self._speeds[key] = np.array(speeds)
+            self._speeds[key] = self._ask(range(num_rows, num_rows * (1 + gamma) + 1), num_rows)
         return tau * self._speeds[key]
 
-    def _speed(self, batch_tokens: int, num_rows: int) -> float:
+    def _ask(self, batch_tokens: range, num_rows: int) -> np.ndarray:
+        """SPS(B) of every B."""
+        if type(self.cost_model) is CostModel:  # a subclass may answer differently
+            return self.cost_model.speeds(batch_tokens, num_rows)
         extra = {"num_rows": num_rows} if self._with_rows else {}
-        return _checked_speed(self.cost_model.steps_per_second(batch_tokens, **extra), batch_tokens)
+        return np.array([_checked_speed(self.cost_model.steps_per_second(b, **extra), b) for b in batch_tokens])
 
     def _judge(self, theta: float, without: float, num_rows: int) -> None:
         """Note what a round promised against plain decoding, and park when the last few did not win."""

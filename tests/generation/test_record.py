@@ -4,12 +4,16 @@ import asyncio
 import functools
 import json
 import threading
+from dataclasses import replace
 
+import pytest
 import torch
+from transformers import StoppingCriteria
 
 import checks
 import hf_dspark
 import tiny
+from hf_dspark.generation.rounds import Rounds
 
 PROMPT = [7, 21, 40]
 
@@ -126,3 +130,65 @@ def test_batch_of_records_from_one_draft_with_confidence():
         torch.testing.assert_close(torch.tensor(here.survival), torch.tensor(here.confidence).cumprod(0))
     expected = [1 + sum(r.survival[: r.verified]) for r in stats.rounds]
     assert abs(stats.expected_acceptance_length - sum(expected) / len(expected)) < 1e-5
+
+
+class LooksOn(StoppingCriteria):
+    """What the statistics hold at every token."""
+
+    def __init__(self, stats):
+        self.stats, self.seen = stats, []
+
+    def put(self, value):
+        self.seen.append(len(self.stats.rounds))
+
+    def end(self):
+        self.seen.append(len(self.stats.rounds))
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.put(None)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("scheduler", [None, "exact", "lagged"])
+def test_the_fast_path_notes_the_same_rounds_whether_somebody_looks_on_or_not(scheduler):
+    target, draft = pair()
+    if scheduler is not None:
+        costs = hf_dspark.CostModel({b: 1 + 0.2 * b for b in range(1, 16)})
+        draft.scheduler = hf_dspark.PrefixScheduler(costs, lagged=scheduler == "lagged")
+    options = {"do_sample": False, "max_new_tokens": 19, "assistant_model": draft, "pad_token_id": 0}
+    found = {}
+    try:
+        for name in ("nobody", "streamer", "criterion"):
+            rows = [PROMPT] if name == "streamer" else [PROMPT, [5], [9, 9]]
+            with hf_dspark.record() as stats:
+                looks = LooksOn(stats)
+                more = {"streamer": looks} if name == "streamer" else {}
+                more |= {"stopping_criteria": [looks]} if name == "criterion" else {}
+                target.generate(**checks.batch(rows), **options, **more, cache_implementation="static")
+            assert stats.path == "ragged"
+            found[name] = [replace(r, milliseconds=0.0) for r in stats.rounds]
+            assert not looks.seen or {n // len(rows) for n in looks.seen} >= set(range(len(stats.rounds) // len(rows)))
+    finally:
+        draft.scheduler = None
+    assert found["nobody"] == found["criterion"] and len(found["nobody"]) > 9
+    if scheduler is None:
+        assert found["streamer"] == [r for r in found["nobody"] if r.row == 0]
+
+
+def test_the_fast_path_notes_the_last_round_before_an_interrupt(monkeypatch):
+    target, draft = pair()
+    run = Rounds.run
+
+    def interrupted(self, *args, **more):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(None)
+        return run(self, *args, **more)
+
+    done: list[None] = []
+    monkeypatch.setattr(Rounds, "run", interrupted)
+    with hf_dspark.record() as stats, pytest.raises(KeyboardInterrupt):
+        target.generate(
+            **checks.batch([PROMPT, [5]]), assistant_model=draft, max_new_tokens=40, do_sample=False, pad_token_id=0
+        )
+    assert [r.row for r in stats.rounds] == [0, 1, 0, 1]

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+import checks
 import tiny
+from hf_dspark.generation.engine import Engine
 from hf_dspark.scheduling.cost_model import CostModel
 from hf_dspark.scheduling.scheduler import PrefixScheduler
 
@@ -21,6 +23,24 @@ def test_staircase_inside_and_a_line_above():
     assert 1000 / model.steps_per_second(8, num_rows=7) == pytest.approx(2.0 + 1.5)
     assert 1000 / model.plain_steps_per_second(8) == pytest.approx(2.0), "no draft"
     assert isinstance(model.steps_per_second(8, 2), float)
+
+
+def test_the_time_of_the_host_counts_for_rounds_with_and_without_drafts():
+    model = CostModel({8: 2.0, 16: 4.0}, {1: 0.5}).with_host({4: 1.5, 8: 3.0})
+    assert 1000 / model.steps_per_second(16, num_rows=3) == pytest.approx(4.0 + 1.5 + 1.5)
+    assert 1000 / model.steps_per_second(8) == pytest.approx(2.0 + 0.5 + 1.5)
+    assert 1000 / model.plain_steps_per_second(8) == pytest.approx(2.0 + 3.0)
+
+
+def test_many_sizes_at_once_are_the_same():
+    rng = random.Random(0)
+    for sizes in (1, 2, 9):
+        tables = [{size: rng.uniform(0.1, 5) for size in rng.sample(range(1, 60), sizes)} for _ in range(3)]
+        for model in (CostModel(tables[0]), CostModel(*tables[:2]), CostModel(*tables[:2], None, tables[2])):
+            for rows in (1, 7, 70):
+                asked = range(rows, 90)
+                expected = [model.steps_per_second(b, rows) for b in asked]
+                assert model.speeds(asked, rows).tolist() == pytest.approx(expected)
 
 
 def test_one_size_goes_on_from_the_origin():
@@ -71,6 +91,7 @@ def test_profile_measures_every_length_of_every_batch():
     target, draft = tiny.perm_target(), tiny.perm_draft(gamma=4)
     model = CostModel.profile(target, draft, batch_sizes=(3, 1), context_length=20)
     assert list(model.verify_ms) == [1, 2, 3, 4, 5, 6, 9, 12, 15] and list(model.draft_ms) == [1, 3]
+    assert list(model.host_ms) == [1, 3] and draft.scheduler is None
     assert model.environment["gamma"] == 4 and model.environment["context_length"] == 20
     assert {"torch", "transformers", "python"} <= set(model.environment["versions"])
     for wrong in ({"batch_sizes": ()}, {"batch_sizes": (0,)}, {"context_length": 0}):
@@ -79,13 +100,18 @@ def test_profile_measures_every_length_of_every_batch():
 
 
 def test_json_round_trip(tmp_path):
-    model = CostModel({1: 1.5, 8: 2.25}, {1: 0.5}, {"device": "x", "versions": {"torch": "2"}})
+    model = CostModel({1: 1.5, 8: 2.25}, {1: 0.5}, {"device": "x", "versions": {"torch": "2"}}, {1: 0.1})
     path = tmp_path / "costs.json"
     model.to_json(path)
     again = CostModel.from_json(path)
-    assert (again.verify_ms, again.draft_ms) == (model.verify_ms, model.draft_ms)
+    tables = ("verify_ms", "draft_ms", "host_ms")
+    assert [getattr(again, name) for name in tables] == [getattr(model, name) for name in tables]
     assert again.environment == model.environment
-    assert json.loads(path.read_text())["verify_ms"] == {"1": 1.5, "8": 2.25}
+    content = json.loads(path.read_text())
+    assert content["verify_ms"] == {"1": 1.5, "8": 2.25}
+    del content["host_ms"]  # as files of earlier versions
+    path.write_text(json.dumps(content))
+    assert CostModel.from_json(path).host_ms == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"verify_ms": {"a": 1}, "draft_ms": {}}', '{"verify_ms": 3}'])
@@ -133,3 +159,22 @@ def test_plot_and_its_missing_library(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hf-dspark\[eval\]"):
         model.plot()
+
+
+def test_a_slow_host_makes_whole_blocks_worth_it():
+    """What verifying saves on the device is a small part of such a round."""
+    survival = [[0.9, 0.5, 0.2, 0.1]] * 4
+    costs = CostModel({b: 0.1 + 0.01 * b for b in range(4, 21)}, {4: 0.05})
+    assert sum(PrefixScheduler(costs).schedule(survival)) < 16
+    assert sum(PrefixScheduler(costs.with_host({4: 5.0})).schedule(survival)) == 16
+
+
+def test_auto_counts_the_time_of_the_host_in_the_last_call(monkeypatch):
+    target, draft = tiny.perm_target(), tiny.random_draft(confidence="markov")
+    draft.scheduler, seen = "auto", []
+    cost_model = Engine.cost_model
+    monkeypatch.setattr(Engine, "cost_model", lambda *args: seen.append(cost_model(*args)) or seen[-1])
+    for _ in range(2):
+        target.generate(**checks.batch([[5, 17], [9, 33, 2]]), assistant_model=draft, max_new_tokens=30, pad_token_id=0)
+    first, second = (costs.host_ms for costs in seen)
+    assert first == {} and list(second) == [2] and 0 < second[2] < 1000
