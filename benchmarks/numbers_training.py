@@ -57,8 +57,23 @@ def throughput(report: dict) -> list[str]:
     ]
 
 
-def schedulers(report: dict) -> list[str]:
+def schedulers(random_pair: dict, embedded_pair: dict) -> list[str]:
     """Fixed numbers of drafts against the scheduler, from scheduler_h200_*.json."""
+    return [
+        "## Scheduler",
+        f"{environment(random_pair)}. bfloat16, greedy, prefill included, medians of calls, methods in alternating "
+        'order. `auto` is `draft.scheduler = "auto"`; "verifies" counts drafts a row and round.',
+        f"Qwen3-8B's shape with random weights, 512 prompt tokens and {random_pair['new_tokens']} new ones a row, "
+        f"{random_pair['repeats']} calls. Confidence is drawn from four levels and drafts are accepted with that "
+        "probability, so it is calibrated.",
+        scheduler_table(random_pair),
+        f"The embedded pair on chat prompts, {embedded_pair['new_tokens']} new tokens in each row, "
+        f"{embedded_pair['repeats']} calls." + (f" {embedded_pair['note']}." if "note" in embedded_pair else ""),
+        scheduler_table(embedded_pair),
+    ]
+
+
+def scheduler_table(report: dict) -> str:
     lines = []
     for result in report["batches"]:
         of = result["methods"]
@@ -73,15 +88,10 @@ def schedulers(report: dict) -> list[str]:
             ]
         )
     fixed = [name for name in report["batches"][0]["methods"] if name != "auto"]
-    heads = ["batch", *(f"{name}, tok/s" for name in fixed), "auto, tok/s", "auto verifies", "auto against best fixed"]
-    return [
-        "## Scheduler",
-        f"{environment(report)}. Qwen3-8B's shape with random weights in bfloat16, greedy, 512 prompt tokens and "
-        f"{report['new_tokens']} new ones in each row, prefill included, medians of {report['repeats']} calls, methods "
-        "in alternating order. Confidence is drawn from four levels and drafts are accepted with that probability, so "
-        'it is calibrated. `auto` is `draft.scheduler = "auto"`; "verifies" counts drafts a row and round.',
-        table(heads, lines),
-    ]
+    return table(
+        ["batch", *(f"{name}, tok/s" for name in fixed), "auto, tok/s", "auto verifies", "auto against best fixed"],
+        lines,
+    )
 
 
 def simulation(report: dict) -> list[str]:

@@ -9,6 +9,7 @@ at the end of a text. A position is counted when its slot counts in the loss (`e
 """
 
 import argparse
+import gc
 import json
 import random
 import tempfile
@@ -100,7 +101,9 @@ def bench(name: str, folder: Path, args: argparse.Namespace) -> dict:
         num_validation_texts=0, max_length=args.length, batch_size=args.batch_size, num_anchors=args.num_anchors,
         max_steps=1000, tensorboard=False, compile=args.compile, **HEADS[name],
     )  # fmt: skip
+    gc.collect()  # what the head before left behind would count
     if torch.cuda.is_available():
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     run = Run(config)
     result = measure(run, args.warm_up, args.steps)

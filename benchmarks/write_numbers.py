@@ -194,7 +194,7 @@ def numbers_page(report: dict, pair: dict, shapes: dict[str, dict], kernels: dic
         *numbers_training.drafts(load("embedded_draft")),
         *numbers_training.calibration(load("calibrate_smollm2")),
         *numbers_training.throughput(load("train_h200")),
-        *numbers_training.schedulers(load("scheduler_h200_8b")),
+        *numbers_training.schedulers(load("scheduler_h200_8b"), load("scheduler_h200_smollm2")),
         *numbers_training.simulation(load("scheduler_sim")),
         "## Kernels of the fast path",
         kernels_setting(kernels),

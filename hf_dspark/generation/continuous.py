@@ -173,7 +173,7 @@ class ContinuousDecoder:
             self._seed.copy_(seed)
 
     @contextmanager
-    def _compiled(self, static: bool) -> Iterator[None]:
+    def _compiled(self, static: bool | None) -> Iterator[None]:
         layers: list[nn.Module] = self._twin.layers
         for layer, forward in zip(layers, self._compiled_forwards, strict=True):
             layer.forward = forward

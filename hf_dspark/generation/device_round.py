@@ -31,6 +31,12 @@ class DeviceRound:
     drafted: bool
     milliseconds: float
 
+    @property
+    def room(self) -> list[int | None]:
+        """Drafts that the length limit of each row left room for, `None` without limit."""
+        rooms = [row.transcript.room for row in self.rows]
+        return [None if room is None else room + n - 1 for room, n in zip(rooms, self.committed, strict=True)]
+
     def note(self, record: CallRecord) -> None:
         confidences = [None] * len(self.rows) if self.c is None else self.c.tolist()
         for row, line, c, committed in zip(self.rows, self.lines, confidences, self.committed, strict=True):

@@ -17,6 +17,7 @@ from ..scheduling.cost_model import REPEATS, CostModel
 from ..target import share_vocabulary
 from . import fuse
 from .graphs import TURN, Graphs, RecordingFailed
+from .prompts import Prompts
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .rounds import Rounds
 from .timing import EngineTimer
@@ -112,6 +113,7 @@ class Engine:
 
     Attributes:
         uncaptured: why rounds are not recorded, or "".
+        unrecorded_prompts: why prompts are not recorded although rounds are, or "".
         texts: ids of the tokens that each row of the caches holds since the last call, if it ended well.
         host_ms: by number of rows (a power of two), milliseconds between the rounds of the last call.
     """
@@ -132,6 +134,8 @@ class Engine:
         self.proposer = Proposer(twin, share_vocabulary(twin.config, self.twin.model))
         self._compiled = fuse.Compiled(self.twin, twin) if options.compile else None
         self._rounds: dict[int, Rounds] = {}
+        self._prompts: dict[int, Prompts] = {}
+        self.unrecorded_prompts = ""
         self._costs: dict[int, CostModel] = {}
         self._graphs = Graphs(self._idle, self._recording)
         self.uncaptured = self._why_uncaptured(target, draft)
@@ -184,7 +188,7 @@ class Engine:
     def close(self) -> None:
         """Give graphs and buffers back; a call at work keeps them until it ends."""
         self._graphs = Graphs(self._idle, self._recording)
-        self._rounds = {}
+        self._rounds, self._prompts = {}, {}
 
     def unfuse(self) -> None:
         """Make the weights of target and draft their own again; engines that still use them are built anew."""
@@ -228,8 +232,8 @@ class Engine:
             yield
 
     @contextmanager
-    def _recording(self, static: bool) -> Iterator[None]:
-        if self._compiled is None:
+    def _recording(self, static: bool | None) -> Iterator[None]:
+        if self._compiled is None or static is None:
             yield
             return
         with self._compiled.on([*self._cache.tensors, *self._context.tensors], static):
@@ -251,10 +255,12 @@ class Engine:
         num_rows: int,
         chunk: int | None = None,
         starts: list[int] | None = None,
+        graphs: Graphs | None = None,
     ) -> torch.Tensor:
         """Fill the caches with `prompts` (ids of each row) and return the logits behind each, [rows, V].
 
         starts: how many tokens of each row the caches hold already.
+        graphs: where short prompts may be recorded.
         """
         self.texts, logits = [], []
         for spans in pack([len(prompt) for prompt in prompts], chunk or PREFILL_TOKENS, starts):
@@ -264,11 +270,31 @@ class Engine:
             last = [start + count == len(prompts[row]) for row, start, count in spans]
             keep = ends[torch.tensor(last)].to(ids.device)
             with TURN:
-                row_logits, features = self.twin.forward(ids, tokens, keep)
-                self._context.committed = tokens
-                self.proposer.draft.append_context(self._context, features, tokens.positions[None])
+                row_logits = self._recorded_prompt(graphs, num_rows, ids, tokens, keep)
+                if row_logits is None:
+                    row_logits, features = self.twin.forward(ids, tokens, keep)
+                    self._context.committed = tokens
+                    self.proposer.draft.append_context(self._context, features, tokens.positions[None])
             logits.append(row_logits[-len(keep) :] if len(keep) else row_logits[:0])
         return torch.cat(logits)
+
+    def _recorded_prompt(
+        self, graphs: Graphs | None, num_rows: int, ids: torch.Tensor, tokens: FlatTokens, keep: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Logits [K, V] of the tokens in `keep` [K]; `None` where prompts are not recorded."""
+        if graphs is None or not graphs.enabled or self.unrecorded_prompts:
+            return None
+        if num_rows not in self._prompts:
+            with torch.inference_mode(False):
+                self._prompts[num_rows] = Prompts(self.twin, self.proposer, self._context, num_rows)
+        prompts = self._prompts[num_rows]
+        if not prompts.fits(len(ids)):
+            return None
+        try:
+            return prompts.run(graphs, ids, tokens, keep)
+        except RecordingFailed as error:
+            self.unrecorded_prompts = f"prompts could not be recorded ({error})"
+            return None
 
     def cost_model(self, num_rows: int, context_length: int) -> CostModel:
         """Measured costs of rounds of up to `num_rows` rows, a power of two.

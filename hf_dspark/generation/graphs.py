@@ -24,11 +24,12 @@ class Graphs:
 
     Args:
         idle: makes the state such that running a function changes nothing, and restores it on exit.
-        prepared: entered around recording, for code that runs differently there (compiled layers); told whether its
-            shapes are worth a compilation of their own.
+        prepared: entered around recording, for code that runs differently there (compiled layers); told `static`.
     """
 
-    def __init__(self, idle: Callable[[], AbstractContextManager], prepared: Callable[[bool], AbstractContextManager]):
+    def __init__(
+        self, idle: Callable[[], AbstractContextManager], prepared: Callable[[bool | None], AbstractContextManager]
+    ):
         self._idle, self._prepared = idle, prepared
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
@@ -38,12 +39,15 @@ class Graphs:
         self,
         key: Hashable,
         function: Callable[[], Any],
-        static: bool = True,
+        static: bool | None = True,
         meanwhile: Callable[[], None] | None = None,
     ) -> Any:
         """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
 
-        `meanwhile` runs on the host while the device is busy and others wait for their turn, so it must be short.
+        Args:
+            key: of the recording.
+            static: whether its shapes are worth a compilation of their own; `None` for none at all.
+            meanwhile: runs on the host while the device is busy and others wait for their turn, so it must be short.
 
         Raises:
             RecordingFailed: on the first use of a key.
@@ -58,7 +62,7 @@ class Graphs:
                     torch.cuda.current_stream().synchronize()
         return outputs
 
-    def _run(self, key: Hashable, function: Callable[[], Any], static: bool) -> Any:
+    def _run(self, key: Hashable, function: Callable[[], Any], static: bool | None) -> Any:
         if not self.enabled:
             return function()
         if key not in self._recorded:
@@ -70,7 +74,7 @@ class Graphs:
         graph.replay()
         return outputs
 
-    def _record(self, function: Callable[[], Any], static: bool) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _record(self, function: Callable[[], Any], static: bool | None) -> tuple[torch.cuda.CUDAGraph, Any]:
         with torch.profiler.record_function("warmup"), self._idle(), self._prepared(static):
             for _ in range(2):  # compiles, tunes and allocates
                 function()

@@ -43,7 +43,6 @@ class DraftPolicy:
         draft.config.check_temperatures()  # they may have been edited
         self._temperatures = draft.config.confidence_temperatures
         self.scheduler, self.notes = _scheduler(draft), [self.options.note]
-        self._untold: tuple[np.ndarray, list[int | None]] | None = None  # what `note_round` keeps
         if self.scheduler is not None and draft.confidence_head is None:
             self.scheduler = None
             self.notes.append("draft.scheduler has no effect, the draft has no confidence head")
@@ -107,22 +106,21 @@ class DraftPolicy:
         """Whether the scheduler knows the number of drafts to verify before they are drafted."""
         return isinstance(self.scheduler, PrefixScheduler) and self.scheduler.lagged
 
-    def budget(self, num_rows: int) -> int | None:
-        """Drafts to verify in the coming round, over all rows; `None` for all of them. See `decides_before`."""
+    def budget(self, num_rows: int, pending: bool) -> int | None:
+        """Drafts to verify in the coming round, over all rows; `None` for all of them. See `decides_before`.
+
+        pending: whether `tell_scheduler` has not been called for the last round yet.
+        """
         assert isinstance(self.scheduler, PrefixScheduler)
-        budget = self.scheduler.budget(pending=int(self._untold is not None))
+        budget = self.scheduler.budget(pending=int(pending))
         return None if budget is None or budget >= num_rows * self.options.num_assistant_tokens else budget
 
-    def note_round(self, c: np.ndarray, room: list[int | None]) -> None:
-        """Keep what the scheduler is to know of the round that `budget` was for; arguments as for `lengths`."""
-        self._untold = c, room
+    def tell_scheduler(self, c: np.ndarray, room: list[int | None]) -> None:
+        """Tell the scheduler of a round that `budget` was for; arguments as for `lengths`.
 
-    def tell_scheduler(self) -> None:
-        """Tell the scheduler of the last round; its next answer but one depends on it, so there is time."""
-        if self._untold is None:
-            return
+        Its next answer but one depends on it, so there is time.
+        """
         assert isinstance(self.scheduler, PrefixScheduler)
-        (c, room), self._untold = self._untold, None
         self.scheduler.update(self._survival(c, self._limits(torch.from_numpy(c), room)))
 
     def _limits(self, c: torch.Tensor | None, room: list[int | None]) -> list[int]:

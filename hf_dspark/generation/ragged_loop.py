@@ -95,7 +95,7 @@ class RaggedLoop:
         self.device = draft.device
         self.rounds = engine.rounds(bucket(num_rows))
         self.warpers = self._device_warpers(logits_processor)
-        # Nobody looks on while a round is at work: then the last one is noted meanwhile.
+        # Where nobody looks on, a round is noted while the next one is at work.
         self._unseen = streamer is None and all(row.transcript.decided_by_ids for row in self.rows)
         self._last: DeviceRound | None = None  # not noted yet
         self._answered: float | None = None  # when the device had finished it
@@ -175,7 +175,9 @@ class RaggedLoop:
         self.record.add_reused(sum(starts))
         self._reserve(max(row.length for row in rows) + new, keep=any(starts))
         prompts = [row.prompt.to(self.device) for row in rows]
-        logits = self.engine.prefill(prompts, rounds.num_rows, self.config.prefill_chunk_size, starts)
+        chunk, graphs = self.config.prefill_chunk_size, self.engine.graphs(rounds)
+        logits = self.engine.prefill(prompts, rounds.num_rows, chunk, starts, graphs)
+        self.record.note(self.engine.unrecorded_prompts)
         logits = logits.to(dtype=torch.float32, device=rows[0].prompt.device)
         for row, row_logits in zip(rows, logits, strict=True):
             scores = row.processors(row.transcript.ids, row_logits[None].clone())
@@ -254,9 +256,13 @@ class RaggedLoop:
         self._end(active)
 
     def _note_last(self) -> None:
+        """Add the last round to the statistics, and tell a scheduler of it that need not know before."""
         last, self._last = self._last, None
-        if last is not None:
-            last.note(self.record)
+        if last is None:
+            return
+        if last.c is not None and self.policy.decides_before:
+            self.policy.tell_scheduler(last.c, last.room)
+        last.note(self.record)
 
     def _confidences(self, lines: torch.Tensor) -> np.ndarray:
         """c_k [L, γ] of what a round returned."""
@@ -266,20 +272,14 @@ class RaggedLoop:
         """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
         if not self._drafted:
             return self.rounds.run(graphs, width, replace(kind, count=0), meanwhile=self._note_last)
-        n, room = len(active), self._room(active)
+        n = len(active)
         if self.policy.decides_before:  # one recording, as without a scheduler
-            budget = self.policy.budget(n)
+            budget = self.policy.budget(n, pending=self._last is not None and self._last.drafted)
             num_tokens = None if budget is None else n + budget
-            lines = self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self._catch_up)
-            self.policy.note_round(self._confidences(lines)[:n], room)
-            return lines
+            return self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self._note_last)
         c = self.rounds.propose(graphs, width, kind, meanwhile=self._note_last)
-        lengths = self.policy.lengths(None if c is None else c[:n], room)
+        lengths = self.policy.lengths(None if c is None else c[:n], self._room(active))
         return self.rounds.conclude(graphs, width, lengths, kind)
-
-    def _catch_up(self) -> None:
-        self.policy.tell_scheduler()
-        self._note_last()
 
     @staticmethod
     def _room(active: list[Row]) -> list[int | None]:

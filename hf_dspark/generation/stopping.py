@@ -72,6 +72,8 @@ class Transcript:
         Returns:
             how many were committed.
         """
+        if self.decided_by_ids and self._streamer is None and scores is None and logits is None:
+            return self._commit_ids(tokens)
         for i, token in enumerate(tokens):
             self.tokens.append(token)
             if self.scores is not None and scores is not None:
@@ -84,6 +86,17 @@ class Transcript:
             if self.stopped:
                 return i + 1
         return len(tokens)
+
+    def _commit_ids(self, tokens: list[int]) -> int:
+        """`commit` where nobody looks on. Rounds wait for every row of it: token by token takes three times as long."""
+        room = self.room
+        taken = tokens if room is None else tokens[:room]
+        if self._eos and not self._eos.isdisjoint(taken):
+            taken = taken[: next(i for i, token in enumerate(taken) if token in self._eos) + 1]
+            self.stopped = True
+        self.tokens.extend(taken)
+        self.stopped = self.stopped or len(taken) == room
+        return len(taken)
 
     def _ends(self, token: int) -> bool:
         if self.decided_by_ids:

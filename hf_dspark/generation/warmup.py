@@ -13,6 +13,7 @@ from .engine import FIRST_SLOTS, MAX_ROWS, Engine, engine_of
 from .layout import bucket
 from .options import draft_options
 from .path import why_not_pair
+from .prompts import SIZES
 from .rounds import RoundOptions
 from .warpers import Warpers
 
@@ -22,8 +23,9 @@ def warmup(
 ) -> float:
     """Make the fast path of a pair ready: caches reserved, layers compiled, rounds recorded in CUDA graphs.
 
-    Covers greedy decoding and, if the target's generation config samples, its sampling; for all numbers of rows up to
-    `batch_size`, since rows end one by one. Later calls with `cache_implementation="static"` or a batch start at once.
+    Covers short prompts, greedy decoding and, if the target's generation config samples, its sampling; for all numbers
+    of rows up to `batch_size`, since rows end one by one. Later calls with `cache_implementation="static"` or a batch
+    start at once.
 
     Args:
         target, draft: the pair.
@@ -59,6 +61,8 @@ def warmup(
                 rounds.warpers.set(warpers)
             options = RoundOptions(count, threshold > 0, samples=warpers is not None, one_hot=one_hot)
             rounds.run(graphs, width, options)
+        for size in SIZES:
+            engine.prefill([one.expand(size)], widths[0], graphs=graphs)
     return time.perf_counter() - started
 
 

@@ -121,7 +121,7 @@ class PrefixScheduler:
             self._judge(float(theta[budget]), float(theta[0]), num_rows)
         if budget >= a.size:
             return [a.shape[1]] * num_rows
-        return allocate(torch.from_numpy(a), int(budget)).tolist()
+        return _allocate(a, int(budget))
 
     def update(self, survival: Any) -> None:
         """Lagged mode: take the survivals [R, γ] of a round that is over. Rows need not be those of other rounds.
@@ -196,17 +196,13 @@ class PrefixScheduler:
         self._gains.clear()
 
 
-def allocate(survival: torch.Tensor, budget: int | torch.Tensor) -> torch.Tensor:
+def _allocate(a: np.ndarray, budget: int) -> list[int]:
     """Verify lengths [R] that give `budget` drafts to those most likely to survive.
 
-    Ties go to the lower row, and in a row to the earlier slot. Every step has a fixed shape and nothing is read back,
-    so it can be part of a CUDA graph; `budget` may be a tensor on the device of `survival` [R, γ].
+    Ties go to the lower row, and in a row to the earlier slot.
     """
-    num_rows, gamma = survival.shape
-    # A device may multiply c_1 · … · c_j in another order for each j, so a_j can rise by rounding.
-    order = survival.cummin(dim=1).values.flatten().argsort(descending=True, stable=True)
-    kept = torch.arange(num_rows * gamma, device=survival.device) < budget
-    return torch.zeros(num_rows, dtype=torch.long, device=survival.device).scatter_add(0, order // gamma, kept.long())
+    kept = np.argsort(-a, axis=None, kind="stable")[:budget]
+    return np.bincount(kept // a.shape[1], minlength=len(a)).tolist()
 
 
 def _survival(survival: Any) -> np.ndarray:

@@ -131,6 +131,75 @@ def test_recorded_rounds_give_the_text_of_plain_generate(family):
     equals_plain(target, draft, ROWS[:1])
 
 
+def prompt(length: int) -> list[int]:
+    return [(7 * i + length) % 50 + 1 for i in range(length)]
+
+
+@pytest.fixture
+def recorded_sizes(monkeypatch):
+    """Sizes of the prompts that were recorded."""
+    sizes, run = [], Rehearsal.run
+
+    def note(self, key, *args, **more):
+        if self.enabled and key[0] == "prompt":
+            sizes.append(key[2])
+        return run(self, key, *args, **more)
+
+    monkeypatch.setattr(Rehearsal, "run", note)
+    return sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_prompts_give_the_text_of_plain_generate(family, recorded_sizes):
+    """Lengths around the recorded sizes, alone and together; what is longer runs as it is."""
+    target, draft = pair(family)
+    for lengths, size in (((64,), 64), ((65,), 128), ((3, 150, 40), 256), ((31, 2, 450), 512), ((400, 113), None)):
+        recorded_sizes.clear()
+        equals_plain(target, draft, [prompt(n) for n in lengths], max_new_tokens=5)
+        assert recorded_sizes == [size] * (size is not None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_prompts_in_chunks_and_behind_what_the_caches_hold(family, recorded_sizes):
+    target, draft = pair(family)
+    equals_plain(target, draft, [prompt(150), prompt(3)], max_new_tokens=5, prefill_chunk_size=60)
+    assert recorded_sizes == [64, 64, 64]
+    session, text = hf_dspark.Session(target, draft), torch.tensor([prompt(40)])
+    for _ in range(3):
+        options = {"max_new_tokens": 9, "do_sample": False}
+        expected = target.generate(text, **options)
+        text = session.generate(text, **options, cache_implementation="static")
+        assert torch.equal(text, expected)
+        text = torch.cat((text, text[:, :70]), dim=1)
+    assert recorded_sizes[3:] == [64, 64, 128]
+
+
+def test_prompts_are_not_recorded_where_a_context_window_moves_on(recorded_sizes):
+    target, draft = pair("qwen3")
+    draft = copy.deepcopy(draft)
+    draft.context_window = hf_dspark.ContextWindow(4, 9)
+    equals_plain(target, draft, [prompt(50)], max_new_tokens=5)
+    assert not recorded_sizes
+
+
+def test_prompts_that_cannot_be_recorded_run_as_they_are(monkeypatch):
+    """Said in the statistics of every call, tried once."""
+    target, draft = pair("qwen3")
+    draft, failed, run = copy.deepcopy(draft), [], Rehearsal.run
+
+    def fails(self, key, *args, **more):
+        if self.enabled and key[0] == "prompt":
+            failed.append(key)
+            raise RecordingFailed("no graphs")
+        return run(self, key, *args, **more)
+
+    monkeypatch.setattr(Rehearsal, "run", fails)
+    for _ in range(2):
+        _, stats = checks.generate(target, draft, prompt(50), max_new_tokens=5, cache_implementation="static")
+        assert stats.captured and "prompts could not be recorded (no graphs)" in stats.reason
+    assert len(failed) == 1
+
+
 def test_recorded_rounds_with_decisions_on_the_host():
     """A processor stands between the draft's and the target's recording."""
     target, draft = pair("qwen3")
@@ -166,14 +235,14 @@ def test_recorded_rounds_share_a_budget_out():
 
 
 def test_what_is_left_beside_the_anchors_is_shared_by_survival():
-    """As the scheduler itself shares it on the host; lanes without a row and rows at their end get nothing."""
+    """As the scheduler shares it on the host, ties too; lanes without a row and rows at their end get nothing."""
     torch.manual_seed(0)
     scheduler = PrefixScheduler(Dear(), lagged=True)
     limits = torch.tensor([3, 1, -1, 3])
     active = limits >= 0
     lanes = Lanes(*[torch.arange(4)] * 5, torch.zeros(5))._replace(active=active)
     for size in range(3, 12):
-        c = torch.rand(4, 3)
+        c = torch.rand(4, 3).mul(4).ceil().div(4)
         shared = share(lanes, c, limits, 3, size)
         a = torch.where(torch.arange(3) < limits[:, None], c.cumprod(-1), 0)
         planned = torch.tensor(scheduler.schedule(a.double(), budget=size - 3))
@@ -219,7 +288,8 @@ def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
     failed = []
 
     def run(self, key, function, static=True, meanwhile=None):
-        if self.enabled and engine.engine_of(target, draft)._compiled is not None:
+        compiles = static is not None and engine.engine_of(target, draft)._compiled is not None
+        if self.enabled and compiles:
             failed.append(key)
             raise RecordingFailed("recompile limit")
         return function()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from family_files import some_ids, speculators_files
 
+import checks
 import hf_dspark
 import tiny
 from hf_dspark.generation.engine import FastPath
@@ -143,8 +144,26 @@ def test_a_session_on_the_recorded_path():
 
 def test_captures_do_not_grow_with_prompts():
     target, draft = pair("perm", "scripted")
-    for length in range(2, 14):
+    for length in (*range(2, 14), 60, 64):
         ids = torch.randint(1, 60, (1, length), device="cuda")
         target.generate(ids, assistant_model=draft, cache_implementation="static", max_new_tokens=20, do_sample=False)
     (engine,) = draft._engines.of_target.values()
-    assert len(engine._graphs) == 1
+    assert len(engine._graphs) == 2, "a round and a prompt"
+
+
+@pytest.mark.parametrize("family", ["perm", "qwen3", "mistral", "gemma2"])
+def test_recorded_prompts_equal_plain_ones(family):
+    """Lengths around the recorded sizes, alone and in batches; texts that the caches hold in part."""
+    target, draft = pair(family, "scripted")
+    for lengths in ((63,), (64,), (65,), (3, 150, 40), (200, 190), (300, 290), (31, 2, 450)):
+        rows = [[(7 * i + n) % 50 + 1 for i in range(n)] for n in lengths]
+        inputs = {name: tensor.to("cuda") for name, tensor in checks.batch(rows).items()}
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        expected = target.generate(**inputs, **options)
+        more = {} if len(rows) > 1 else {"cache_implementation": "static"}
+        with hf_dspark.record() as stats:
+            found = target.generate(**inputs, **options, assistant_model=draft, **more)
+        assert stats.captured and "prompts" not in stats.reason
+        assert torch.equal(found, expected), lengths
+    (engine,) = draft._engines.of_target.values()
+    assert {key[2] for key in engine._graphs._recorded if key[0] == "prompt"} == {64, 128, 256, 512}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dspark.scheduling.scheduler import MOST_PARKED_ROUNDS, PARKED_ROUNDS, PROBE_ROUNDS, PrefixScheduler, allocate
+from hf_dspark.scheduling.scheduler import MOST_PARKED_ROUNDS, PARKED_ROUNDS, PROBE_ROUNDS, PrefixScheduler
 
 
 class Table:
@@ -168,18 +168,6 @@ def test_current_survivals_choose_who_gets_the_budget():
         kept = [a[j] for a, n in zip(survival, lengths, strict=True) for j in range(n)]
         cut = [a[j] for a, n in zip(survival, lengths, strict=True) for j in range(n, 3)]
         assert min(kept, default=1) >= max(cut, default=0)
-
-
-def test_allocate_is_the_same_on_tensors():
-    """With the budget on the device, as inside a CUDA graph; rows of survival 0 or less get theirs last."""
-    scheduler = PrefixScheduler(Table(lambda b: 1.0), lagged=True)
-    generator = torch.Generator().manual_seed(0)
-    for budget in range(13):
-        survival = torch.rand(4, 3, generator=generator).mul(8).round().div(8).cumprod(-1)
-        lengths = allocate(survival, torch.tensor([budget]))
-        assert lengths.tolist() == scheduler.schedule(survival, budget=budget)
-    survival[1] = -1
-    assert allocate(survival, 9).tolist() == [3, 0, 3, 3]
 
 
 def test_rows_may_end_between_updates():
