@@ -1,5 +1,6 @@
 """Attention over a `RaggedCache`, through transformers' own extension points."""
 
+import functools
 from typing import Any
 
 import torch
@@ -8,17 +9,17 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .ragged_attention import ragged_attention
 from .ragged_cache import FlatTokens, RaggedCache
 
 NAME = "dspark_ragged"
-# The decode kernel holds all tokens of a row in one tile; longer stretches are prompts.
+# Longer stretches are prompts. The decode kernel takes them too (see prompts.py), but reads a key once for every 64
+# pairs of token and head.
 MOST_DECODED = 32
+Span = tuple[int, int, int]  # row, first position, count
 PART = 1024  # query tokens of a prompt that are scored at once where the scores are materialised
-
-
-Span = tuple[int, int, int]
 
 
 def prompt_attention(
@@ -156,6 +157,7 @@ def attention_function(
         raise NotImplementedError(f"attention sinks ({type(unknown).__name__} s_aux) are not supported")
     tokens = module.ragged_cache.tokens
     module.ragged_window = sliding_window
+    softcap = None if module.ragged_drops_softcap else softcap
     stores = module.ragged_store.add(tokens, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if tokens.spans is not None and tokens.most > MOST_DECODED:
@@ -176,14 +178,30 @@ def attention_function(
 
 def attend_raggedly(model: PreTrainedModel, cache: RaggedCache) -> None:
     """Make every attention module of `model` read and write its layer's store of `cache`."""
+    drops_softcap = _drops_softcap(model.config.get_text_config(decoder=True)._attn_implementation)
     model.set_attn_implementation(NAME)
     for module in model.modules():
         if isinstance(index := getattr(module, "layer_idx", None), int):
             module.ragged_cache, module.ragged_store = cache, cache.stores[index]
             module.layer_idx = 0  # see RaggedCache
+            module.ragged_drops_softcap = drops_softcap
             # A layer that was put in from elsewhere has a config of its own.
             if getattr(getattr(module, "config", None), "_attn_implementation", NAME) != NAME:
                 module.config._attn_implementation = NAME
+
+
+@functools.cache
+def _drops_softcap(implementation: str) -> bool:
+    """Whether a target's own attention is given a soft-cap and goes without: sdpa of older transformers does."""
+    if implementation != "sdpa":
+        return False
+    states = torch.arange(8.0).view(1, 1, 4, 2)
+    attend = ALL_ATTENTION_FUNCTIONS[implementation]
+    try:
+        outputs = [attend(nn.Module(), states, states, states, None, softcap=cap)[0] for cap in (0.1, None)]
+    except ValueError:  # newer ones refuse
+        return False
+    return torch.equal(*outputs)
 
 
 AttentionInterface.register(NAME, attention_function)

@@ -1,10 +1,15 @@
 """Attention of prompts on the fast path: several rows at a time give what each gives alone."""
 
+import copy
 import math
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import checks
+import hf_dspark
+import tiny
 from hf_dspark.generation import attention
 from hf_dspark.generation.attention import prompt_attention, together
 from hf_dspark.generation.ragged_cache import FlatTokens
@@ -65,3 +70,32 @@ def test_padding_is_never_longer_than_the_texts():
         assert len(group) * max(counts) <= 2 * sum(counts)
     assert len(groups) < 30
     assert together([(0, 0, 5), (2, 0, 5)]) == [[(0, 0, 5)], [(2, 0, 5)]], "rows of a group are consecutive"
+
+
+def test_a_soft_cap_that_the_target_goes_without_is_left_out_here_too(monkeypatch):
+    """sdpa of older transformers takes `softcap` and ignores it; plain generate() is the measure."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def drops_softcap(*args, softcap=None, **kwargs):
+        return sdpa(*args, **kwargs)
+
+    target = copy.deepcopy(tiny.random_target("gemma2", layers=2))
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.q_proj.weight.mul_(30)  # scores that a cap changes
+    draft = tiny.random_draft(target, taps=(-1, 0))
+    inputs = checks.batch([list(range(1, 50)), [7, 5], list(range(9, 44))])
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    target.config._attn_implementation = "eager"
+    capped = target.generate(**inputs, **options)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", drops_softcap)
+    attention._drops_softcap.cache_clear()
+    try:
+        target.config._attn_implementation = "sdpa"
+        expected = target.generate(**inputs, **options)
+        with hf_dspark.record() as stats:
+            found = target.generate(**inputs, **options, assistant_model=draft)
+    finally:
+        attention._drops_softcap.cache_clear()
+    assert stats.path == "ragged" and torch.equal(found, expected)
+    assert not torch.equal(expected, capped)
