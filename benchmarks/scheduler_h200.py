@@ -24,6 +24,7 @@ from h200_pairs import SHAPES, draft_of, target_of
 
 import hf_dspark
 from hf_dspark.generation.engine import engine_of
+from hf_dspark.generation.layout import bucket
 from hf_dspark.generation.rounds import Rounds
 from hf_dspark.proposal import Proposer
 
@@ -136,7 +137,7 @@ def main() -> None:
         for batch, given in zip(batches, inputs, strict=True):
             options = arguments.new_tokens, arguments.repeats
             result["batches"].append(compare(batch, measure(target, draft, given, lengths, *options, restart)))
-            costs = engine_of(target, draft).cost_model(batch, 1)
+            costs = engine_of(target, draft).cost_model(bucket(batch), 1)
             result["costs"][batch] = {name: getattr(costs, name) for name in ("verify_ms", "draft_ms", "host_ms")}
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

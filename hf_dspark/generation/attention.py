@@ -19,6 +19,7 @@ NAME = "dspark_ragged"
 # pairs of token and head.
 MOST_DECODED = 32
 Span = tuple[int, int, int]  # row, first position, count
+MOST_SCORES = 2**22  # of a head in a group of rows: float32 on a GPU materialises them
 PART = 1024  # query tokens of a prompt that are scored at once where the scores are materialised
 
 
@@ -39,7 +40,7 @@ def prompt_attention(
     assert tokens.spans is not None
     outputs, first = [], 0
     simple = softcap is None and (window is None or window >= tokens.most)
-    for spans in together(tokens.spans) if simple else [[span] for span in tokens.spans]:
+    for spans in grouped(tokens.spans) if simple else [[span] for span in tokens.spans]:
         part = slice(first, first + sum(count for _, _, count in spans))
         first = part.stop
         if len(spans) > 1:
@@ -52,15 +53,16 @@ def prompt_attention(
     return torch.cat(outputs)
 
 
-def together(spans: list[Span]) -> list[list[Span]]:
-    """Spans in groups of neighbours that begin their texts, and whose padding is no longer than they are."""
+def grouped(spans: list[Span]) -> list[list[Span]]:
+    """Spans in groups of neighbours that begin their texts; their padding is no longer than they are."""
     groups: list[list[Span]] = []
     longest = total = 0
     for span in spans:
         row, start, count = span
         longest, total = max(longest, count), total + count
         follows = bool(groups) and groups[-1][-1][:2] == (row - 1, 0) and start == 0
-        if follows and (len(groups[-1]) + 1) * longest <= 2 * total:
+        padded = (len(groups[-1]) + 1) * longest if follows else 0
+        if 0 < padded <= 2 * total and padded * longest <= MOST_SCORES:
             groups[-1].append(span)
         else:
             groups.append([span])

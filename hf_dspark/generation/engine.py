@@ -217,7 +217,7 @@ class Engine:
         if rows * capacity > 4 * num_rows * slots:
             rows, capacity = num_rows, slots  # few long rows after many short ones, or the other way round
         self._graphs.clear()
-        self.texts = []
+        self.texts, self.unrecorded_prompts = [], ""
         try:
             for store in (cache, self._context):
                 store.resize(rows, capacity, keep)
@@ -284,17 +284,32 @@ class Engine:
         """Logits [K, V] of the tokens in `keep` [K]; `None` where prompts are not recorded."""
         if graphs is None or not graphs.enabled or self.unrecorded_prompts:
             return None
+        prompts = self._prompts_of(num_rows)
+        if not prompts.fits(len(ids)):
+            return None
+        with self._recording_prompts():
+            return prompts.run(graphs, ids, tokens, keep)
+        return None
+
+    def record_prompts(self, graphs: Graphs, num_rows: int) -> None:
+        """Record the forwards of short prompts before one is met."""
+        prompts = self._prompts_of(num_rows)
+        if prompts.fits(1):
+            with self._recording_prompts():
+                prompts.record(graphs)
+
+    @contextmanager
+    def _recording_prompts(self) -> Iterator[None]:
+        try:
+            yield
+        except RecordingFailed as error:
+            self.unrecorded_prompts = f"prompts could not be recorded ({error})"
+
+    def _prompts_of(self, num_rows: int) -> Prompts:
         if num_rows not in self._prompts:
             with torch.inference_mode(False):
                 self._prompts[num_rows] = Prompts(self.twin, self.proposer, self._context, num_rows)
-        prompts = self._prompts[num_rows]
-        if not prompts.fits(len(ids)):
-            return None
-        try:
-            return prompts.run(graphs, ids, tokens, keep)
-        except RecordingFailed as error:
-            self.unrecorded_prompts = f"prompts could not be recorded ({error})"
-            return None
+        return self._prompts[num_rows]
 
     def cost_model(self, num_rows: int, context_length: int) -> CostModel:
         """Measured costs of rounds of up to `num_rows` rows, a power of two.

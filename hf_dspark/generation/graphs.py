@@ -23,7 +23,7 @@ class Graphs:
     """Recorded functions by key; all of them share one memory pool.
 
     Args:
-        idle: makes the state such that running a function changes nothing, and restores it on exit.
+        idle: makes the state such that running a function once more changes nothing, and restores it on exit.
         prepared: entered around recording, for code that runs differently there (compiled layers); told `static`.
     """
 

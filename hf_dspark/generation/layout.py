@@ -105,7 +105,7 @@ def share(lanes: Lanes, c: torch.Tensor | None, limits: torch.Tensor, gamma: int
     are most likely to survive by c_k [L, γ]; without confidence head to the first ones."""
     slots = torch.arange(gamma, device=limits.device)
     a = 1.0 / (2.0 + slots) if c is None else confidence.survival(c)
-    a = torch.where(slots < limits[:, None], a, 0.0).flatten()
+    a = torch.where(slots < limits[:, None], a.nan_to_num(0.0), 0.0).flatten()
     # As a scheduler shares it on the host, without a sort: counting who comes before whom is one fused step.
     index = torch.arange(len(a), device=a.device)
     before = (a > a[:, None]) | ((a == a[:, None]) & (index < index[:, None]))

@@ -33,22 +33,40 @@ class Prompts:
         """Fill the caches with `ids` [T]; logits [K, V] of the tokens in `keep` [K].
 
         Raises:
-            RecordingFailed: the first time that so many tokens are met. The caches hold nothing of `ids` then.
+            RecordingFailed: the first time that so many tokens are met.
         """
         count = len(ids)
         size = next(size for size in SIZES if size >= count)
-        self._rows[:size], self._positions[:size] = SPARE, 0
+        self._clear()
         for buffer, values in ((self._ids, ids), (self._rows, tokens.rows), (self._positions, tokens.positions)):
             buffer[:count] = values
         self._starts.copy_(tokens.row_starts)
         self._keep[: len(keep)] = keep
+        return self._run(graphs, size)[: len(keep)].clone()
+
+    def record(self, graphs: Graphs) -> None:
+        """Record every size, without any token of a row.
+
+        Raises:
+            RecordingFailed: what it says.
+        """
+        self._clear()
+        for size in SIZES:
+            self._run(graphs, size)
+
+    def _clear(self) -> None:
+        self._rows.fill_(SPARE)
+        for buffer in (self._positions, self._starts, self._keep):
+            buffer.zero_()
+
+    def _run(self, graphs: Graphs, size: int) -> torch.Tensor:
         # Recording runs it more than once, which writes the same states again.
-        logits = graphs.run(("prompt", self._num_rows, size), partial(self._forward, size), static=None)
-        return logits[: len(keep)].clone()
+        return graphs.run(("prompt", self._num_rows, size), partial(self._forward, size), static=None)
 
     def _forward(self, size: int) -> torch.Tensor:
         positions = self._positions[:size]
-        tokens = FlatTokens(self._rows[:size], positions, positions.int(), self._starts, size)
+        # The same bound for all sizes: the attention kernel is compiled once.
+        tokens = FlatTokens(self._rows[:size], positions, positions.int(), self._starts, SIZES[-1])
         logits, features = self._twin.forward(self._ids[:size], tokens, self._keep)
         self._context.committed = tokens
         self._proposer.draft.append_context(self._context, features, positions[None])

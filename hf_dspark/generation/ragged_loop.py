@@ -35,6 +35,7 @@ from .verify import decided_probabilities, verify
 from .warpers import Warpers
 
 UNLIMITED = 2**40
+FEWEST_TIMES = 4  # between rounds, for their median
 
 
 class Row:
@@ -96,10 +97,11 @@ class RaggedLoop:
         self.rounds = engine.rounds(bucket(num_rows))
         self.warpers = self._device_warpers(logits_processor)
         # Where nobody looks on, a round is noted while the next one is at work.
-        self._unseen = streamer is None and all(row.transcript.decided_by_ids for row in self.rows)
-        self._last: DeviceRound | None = None  # not noted yet
-        self._answered: float | None = None  # when the device had finished it
-        self._between: list[float] = []
+        self._watched = streamer is not None or not all(row.transcript.decided_by_ids for row in self.rows)
+        self._unnoted: DeviceRound | None = None
+        self._untold: DeviceRound | None = None  # of which the scheduler does not know yet
+        self._answered: float | None = None  # when the device had finished the last round
+        self._host_seconds: list[float] = []  # from there to the next one
 
     def _device_warpers(self, processors: LogitsProcessorList) -> Warpers | None:
         """How the device samples; `None` if the host must decide, since it has to see or to show scores."""
@@ -117,9 +119,9 @@ class RaggedLoop:
                 while active := self._active():
                     self._round(active)
             finally:
-                self._note_last()
-        if self._between:
-            self.engine.host_ms[self.rounds.num_rows] = 1000 * statistics.median(self._between)
+                self._note()
+        if not self._watched and len(self._host_seconds) >= FEWEST_TIMES:
+            self.engine.host_ms[self.rounds.num_rows] = 1000 * statistics.median(self._host_seconds)
         self.engine.texts = [row.held for row in self.rows]
         if self.streamer is not None:
             self.streamer.end()
@@ -233,9 +235,10 @@ class RaggedLoop:
         )
         launched = time.perf_counter()
         if self._answered is not None and len(active) == len(self.rows):
-            self._between.append(launched - self._answered)
+            self._host_seconds.append(launched - self._answered)
+        self._answered = None  # until this one is through
         if self.policy.scheduler is None:
-            lines = rounds.run(graphs, width, kind, meanwhile=self._note_last)
+            lines = rounds.run(graphs, width, kind, meanwhile=self._catch_up)
         else:
             lines = self._scheduled(graphs, width, kind, active)
         self._answered = time.perf_counter()
@@ -244,25 +247,33 @@ class RaggedLoop:
     def _commit(self, active: list[Row], lines: torch.Tensor, milliseconds: float) -> None:
         """Add to the texts what a round on the device returned."""
         n, gamma = len(active), self.rounds.gamma
-        listed, committed = lines[:n, : gamma + 3].tolist(), []
-        for row, (*drafts, own, accepted, _) in zip(active, listed, strict=True):
-            committed.append(row.transcript.commit([*drafts[:accepted], own]))
-            row.length += committed[-1]
         has_confidence = self._drafted and self.draft.confidence_head is not None
         c = self._confidences(lines)[:n] if has_confidence else None
-        self._last = DeviceRound(active, listed, c, committed, self._drafted, milliseconds)
-        if not self._unseen:
-            self._note_last()
+        listed = lines[:n, : gamma + 3].tolist()
+        done = DeviceRound(listed, c, self._drafted, milliseconds)
+        for row, (*drafts, own, accepted, _) in zip(active, listed, strict=True):
+            committed = row.transcript.commit([*drafts[:accepted], own])
+            row.length += committed
+            done.rows.append(row)
+            done.committed.append(committed)
+            if self._watched:
+                done.note(self.record, first=-1)
+        self._unnoted = None if self._watched else done
+        self._untold = done if c is not None and self.policy.decides_before else None
         self._end(active)
 
-    def _note_last(self) -> None:
-        """Add the last round to the statistics, and tell a scheduler of it that need not know before."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        if last.c is not None and self.policy.decides_before:
+    def _note(self) -> None:
+        """Add the last round to the statistics."""
+        last, self._unnoted = self._unnoted, None
+        if last is not None:
+            last.note(self.record)
+
+    def _catch_up(self) -> None:
+        """What can wait until the device is busy again."""
+        self._note()
+        last, self._untold = self._untold, None
+        if last is not None and last.c is not None:
             self.policy.tell_scheduler(last.c, last.room)
-        last.note(self.record)
 
     def _confidences(self, lines: torch.Tensor) -> np.ndarray:
         """c_k [L, γ] of what a round returned."""
@@ -271,13 +282,13 @@ class RaggedLoop:
     def _scheduled(self, graphs: Graphs, width: int, kind: RoundOptions, active: list[Row]) -> torch.Tensor:
         """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
         if not self._drafted:
-            return self.rounds.run(graphs, width, replace(kind, count=0), meanwhile=self._note_last)
+            return self.rounds.run(graphs, width, replace(kind, count=0), meanwhile=self._catch_up)
         n = len(active)
         if self.policy.decides_before:  # one recording, as without a scheduler
-            budget = self.policy.budget(n, pending=self._last is not None and self._last.drafted)
+            budget = self.policy.budget(n, pending=self._untold is not None)
             num_tokens = None if budget is None else n + budget
-            return self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self._note_last)
-        c = self.rounds.propose(graphs, width, kind, meanwhile=self._note_last)
+            return self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self._catch_up)
+        c = self.rounds.propose(graphs, width, kind, meanwhile=self._catch_up)
         lengths = self.policy.lengths(None if c is None else c[:n], self._room(active))
         return self.rounds.conclude(graphs, width, lengths, kind)
 

@@ -174,6 +174,16 @@ def record(*, probabilities: bool = False) -> Iterator[SpeculationStats]:
             _ACTIVE.set(tuple(other for other in _ACTIVE.get() if other is not stats))
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Calls inside are nobody's: no record that is open outside sees them."""
+    token = _ACTIVE.set(())
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
+
+
 class CallRecord:
     """One generate() call, written at once to its own statistics and to every active record."""
 

@@ -1,4 +1,4 @@
-"""`Transcript`: tokens are committed one by one, each under the criteria, records and streamer of plain generate()."""
+"""`Transcript`: each token of a text is committed under the criteria, records and streamer of plain generate()."""
 
 import torch
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList

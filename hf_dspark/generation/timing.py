@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from transformers import GenerationConfig
 
 from .layout import bucket
+from .record import unrecorded
 from .rounds import RoundOptions
 
 if TYPE_CHECKING:
@@ -70,14 +72,15 @@ class EngineTimer:
 
 
 def time_host(engine: "Engine", target: "PreTrainedModel", draft: "DSparkForCausalLM", num_rows: int) -> float | None:
-    """Milliseconds between the rounds of a short generate() of `num_rows` rows; `None` where the host decides."""
+    """Milliseconds between the rounds of a short greedy generate() of `num_rows` rows; `None` if it had too few."""
     ids = torch.ones(num_rows, 1, dtype=torch.long, device=target.device)
-    scheduler, draft.scheduler = draft.scheduler, None
+    scheduler, own = draft.scheduler, target.generation_config
+    engine.host_ms.pop(bucket(num_rows), None)
+    draft.scheduler, target.generation_config = None, GenerationConfig(pad_token_id=0)
+    options = {"max_new_tokens": HOST_TOKENS, "cache_implementation": "static"}
     try:
-        target.generate(
-            ids, attention_mask=torch.ones_like(ids), assistant_model=draft, cache_implementation="static",
-            do_sample=False, max_new_tokens=HOST_TOKENS, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+        with unrecorded():
+            target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
     finally:
-        draft.scheduler = scheduler
+        draft.scheduler, target.generation_config = scheduler, own
     return engine.host_ms.get(bucket(num_rows))

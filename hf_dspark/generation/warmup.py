@@ -13,7 +13,6 @@ from .engine import FIRST_SLOTS, MAX_ROWS, Engine, engine_of
 from .layout import bucket
 from .options import draft_options
 from .path import why_not_pair
-from .prompts import SIZES
 from .rounds import RoundOptions
 from .warpers import Warpers
 
@@ -61,8 +60,7 @@ def warmup(
                 rounds.warpers.set(warpers)
             options = RoundOptions(count, threshold > 0, samples=warpers is not None, one_hot=one_hot)
             rounds.run(graphs, width, options)
-        for size in SIZES:
-            engine.prefill([one.expand(size)], widths[0], graphs=graphs)
+        engine.record_prompts(graphs, widths[0])
     return time.perf_counter() - started
 
 

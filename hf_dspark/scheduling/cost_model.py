@@ -210,7 +210,7 @@ class CostModel:
         Path(path).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path | None = None) -> "Figure":
-        """Draw both costs over their sizes; `path` also writes the figure (png, svg, pdf). Needs the extra `eval`.
+        """Draw the costs over their sizes; `path` also writes the figure (png, svg, pdf). Needs the extra `eval`.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -219,9 +219,13 @@ class CostModel:
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError('Plots need matplotlib: pip install "hf-dspark[eval]".') from error
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        panels = ((self._verify, "tokens verified, B", "target forward"), (self._draft, "rows, R", "draft"))
-        for axes, ((sizes, times), label, title) in zip(figure.subplots(1, 2), panels, strict=True):
+        figure = Figure(figsize=(12, 4), layout="constrained")
+        panels = (
+            (self._verify, "tokens verified, B", "target forward"),
+            (self._draft, "rows, R", "draft"),
+            (self._host, "rows, R", "host between rounds"),
+        )
+        for axes, ((sizes, times), label, title) in zip(figure.subplots(1, len(panels)), panels, strict=True):
             # A step before each size: what lies between two sizes costs what the larger does.
             axes.step(sizes, times, where="pre", marker="o", markersize=3)
             axes.set(xlabel=label, ylabel="milliseconds", title=title, ylim=(0, None))

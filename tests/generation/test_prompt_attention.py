@@ -11,7 +11,7 @@ import checks
 import hf_dspark
 import tiny
 from hf_dspark.generation import attention
-from hf_dspark.generation.attention import prompt_attention, together
+from hf_dspark.generation.attention import grouped, prompt_attention
 from hf_dspark.generation.ragged_cache import FlatTokens
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -63,13 +63,13 @@ def test_rows_together_equal_rows_alone(spans, calls, window, softcap, monkeypat
 def test_padding_is_never_longer_than_the_texts():
     lengths = torch.randint(1, 200, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     spans = [(row, 0, length) for row, length in enumerate(lengths)]
-    groups = together(spans)
+    groups = grouped(spans)
     assert [span for group in groups for span in group] == spans
     for group in groups:
         counts = [count for _, _, count in group]
         assert len(group) * max(counts) <= 2 * sum(counts)
     assert len(groups) < 30
-    assert together([(0, 0, 5), (2, 0, 5)]) == [[(0, 0, 5)], [(2, 0, 5)]], "rows of a group are consecutive"
+    assert grouped([(0, 0, 5), (2, 0, 5)]) == [[(0, 0, 5)], [(2, 0, 5)]], "rows of a group are consecutive"
 
 
 def test_a_soft_cap_that_the_target_goes_without_is_left_out_here_too(monkeypatch):

@@ -149,30 +149,71 @@ class LooksOn(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-@pytest.mark.parametrize("scheduler", [None, "exact", "lagged"])
+class Dear:
+    """A half of the drafts is worth verifying."""
+
+    def steps_per_second(self, batch_tokens, num_rows):
+        return 1 / (1 + 0.25 * batch_tokens / num_rows)
+
+
+@pytest.mark.parametrize("scheduler", [None, "exact", "lagged", "parks"])
 def test_the_fast_path_notes_the_same_rounds_whether_somebody_looks_on_or_not(scheduler):
-    target, draft = pair()
+    target, draft = tiny.perm_target(), tiny.random_draft(confidence="markov")
     if scheduler is not None:
-        costs = hf_dspark.CostModel({b: 1 + 0.2 * b for b in range(1, 16)})
-        draft.scheduler = hf_dspark.PrefixScheduler(costs, lagged=scheduler == "lagged")
-    options = {"do_sample": False, "max_new_tokens": 19, "assistant_model": draft, "pad_token_id": 0}
+        costs = hf_dspark.CostModel({b: 9.0 * b for b in range(1, 16)}, {3: 9.0}) if scheduler == "parks" else Dear()
+        draft.scheduler = hf_dspark.PrefixScheduler(costs, lagged=scheduler != "exact")
+    rows = [PROMPT, [5], [9, 9]]
+    options = {"do_sample": False, "max_new_tokens": 30, "assistant_model": draft, "pad_token_id": 0}
     found = {}
-    try:
-        for name in ("nobody", "streamer", "criterion"):
-            rows = [PROMPT] if name == "streamer" else [PROMPT, [5], [9, 9]]
-            with hf_dspark.record() as stats:
-                looks = LooksOn(stats)
-                more = {"streamer": looks} if name == "streamer" else {}
-                more |= {"stopping_criteria": [looks]} if name == "criterion" else {}
-                target.generate(**checks.batch(rows), **options, **more, cache_implementation="static")
-            assert stats.path == "ragged"
-            found[name] = [replace(r, milliseconds=0.0) for r in stats.rounds]
-            assert not looks.seen or {n // len(rows) for n in looks.seen} >= set(range(len(stats.rounds) // len(rows)))
-    finally:
-        draft.scheduler = None
-    assert found["nobody"] == found["criterion"] and len(found["nobody"]) > 9
-    if scheduler is None:
-        assert found["streamer"] == [r for r in found["nobody"] if r.row == 0]
+    for name, given in (("nobody", rows), ("criterion", rows), ("alone", rows[:1]), ("streamer", rows[:1])):
+        with hf_dspark.record() as stats:
+            looks = LooksOn(stats)
+            more = {"streamer": looks} if name == "streamer" else {}
+            more |= {"stopping_criteria": [looks]} if name == "criterion" else {}
+            target.generate(**checks.batch(given), **options, **more, cache_implementation="static")
+        assert stats.path == "ragged"
+        found[name] = [replace(r, milliseconds=0.0) for r in stats.rounds]
+        assert not looks.seen or set(looks.seen) >= {n * len(given) for n in range(len(stats.rounds) // len(given))}
+    assert found["nobody"] == found["criterion"] and found["alone"] == found["streamer"]
+    assert len(found["alone"]) > 20
+    assert ({r.verified for r in found["alone"][:-4]} == {4}) == (scheduler is None)
+    assert any(not r.draft_tokens for r in found["alone"]) == (scheduler == "parks")
+
+
+def test_the_fast_path_notes_the_rows_before_one_whose_criterion_fails():
+    target, draft = pair()
+
+    class Fails(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.calls += 1
+            if self.calls == 12:
+                raise KeyboardInterrupt
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+    rows, options = [PROMPT, [5], [9, 9]], {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    with hf_dspark.record() as stats, pytest.raises(KeyboardInterrupt):
+        target.generate(**checks.batch(rows), **options, assistant_model=draft, stopping_criteria=[Fails()])
+    assert [r.row for r in stats.rounds] == [0] and stats.num_tokens == 3 + 5
+
+
+def test_what_only_a_scheduler_wanted_to_know_cannot_fail_a_finished_call():
+    """The cost model is asked while a later round runs, so not for the last one."""
+
+    class Fails:
+        def steps_per_second(self, batch_tokens):
+            raise RuntimeError("no costs")
+
+    target, draft = tiny.perm_target(), tiny.random_draft(confidence="markov")
+    draft.scheduler = hf_dspark.PrefixScheduler(Fails(), lagged=True)
+    inputs = checks.batch([PROMPT, [5]]) | {"do_sample": False, "pad_token_id": 0, "assistant_model": draft}
+    with hf_dspark.record() as stats:
+        target.generate(**inputs, max_new_tokens=2)
+    assert stats.num_rounds == 2 and stats.num_tokens == 4
+    with hf_dspark.record() as stats, pytest.raises(RuntimeError, match="no costs"):
+        target.generate(**inputs, max_new_tokens=20)
+    assert stats.num_rounds == 2
 
 
 def test_the_fast_path_notes_the_last_round_before_an_interrupt(monkeypatch):

@@ -174,6 +174,27 @@ def test_recorded_prompts_in_chunks_and_behind_what_the_caches_hold(family, reco
     assert recorded_sizes[3:] == [64, 64, 128]
 
 
+def test_recorded_prompts_forget_the_one_before():
+    """Fewer rows or chunks after a longer prompt, in the same buffers."""
+    target, draft = pair("qwen3")
+    equals_plain(target, draft, [prompt(100)] * 4, max_new_tokens=3)
+    equals_plain(target, draft, [prompt(10)] * 3, max_new_tokens=3)
+    equals_plain(target, draft, [prompt(300)], max_new_tokens=3)
+    equals_plain(target, draft, [prompt(290)], max_new_tokens=3, prefill_chunk_size=32)
+
+
+@pytest.mark.parametrize("window", [None, hf_dspark.ContextWindow(4, 9)])
+def test_warmup_records_prompts_without_room_for_them(window, recorded_sizes):
+    target, draft = pair("qwen3")
+    draft = copy.deepcopy(draft)
+    draft.context_window = window
+    equals_plain(target, draft, ROWS[:1])
+    recorded_sizes.clear()
+    hf_dspark.warmup(target, draft, batch_size=4, max_length=20)
+    assert recorded_sizes == ([] if window else [64, 128, 192, 256, 384, 512])
+    equals_plain(target, draft)
+
+
 def test_prompts_are_not_recorded_where_a_context_window_moves_on(recorded_sizes):
     target, draft = pair("qwen3")
     draft = copy.deepcopy(draft)
@@ -249,6 +270,15 @@ def test_what_is_left_beside_the_anchors_is_shared_by_survival():
         assert shared.tolist() == torch.minimum(planned, limits).tolist()
         assert int(shared[active].sum()) == min(size - 3, 7)
         assert share(lanes, None, limits, 3, size)[active].sum() == min(size - 3, 7)
+
+
+def test_what_is_shared_fits_whatever_the_confidence_is():
+    """NaN is refused a round later, where it comes to the host."""
+    limits = torch.full((2,), 3)
+    lanes = Lanes(*[torch.arange(2)] * 5, torch.zeros(3))._replace(active=torch.ones(2, dtype=torch.bool))
+    c = torch.tensor([[float("nan")] * 3, [0.5] * 3])
+    for size in range(2, 8):
+        assert int((share(lanes, c, limits, 3, size) + 1).sum()) == size
 
 
 WARPERS = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.02}

@@ -1,14 +1,17 @@
 """`CostModel`: the staircase, its extrapolation, monotone tables, medians of a fake timer, files, the plot."""
 
+import copy
 import json
 import random
 import sys
+import time
 
 import pytest
 
 import checks
+import hf_dspark
 import tiny
-from hf_dspark.generation.engine import Engine
+from hf_dspark.generation.engine import Engine, engine_of
 from hf_dspark.scheduling.cost_model import CostModel
 from hf_dspark.scheduling.scheduler import PrefixScheduler
 
@@ -151,11 +154,11 @@ def test_the_scheduler_follows_the_measured_costs():
 
 
 def test_plot_and_its_missing_library(tmp_path, monkeypatch):
-    model = CostModel({1: 1.5, 8: 2.25}, {1: 0.5, 2: 0.6}, {"device": "x", "target": "y"})
+    model = CostModel({1: 1.5, 8: 2.25}, {1: 0.5, 2: 0.6}, {"device": "x", "target": "y"}, {2: 0.1})
     pytest.importorskip("matplotlib")
     figure = model.plot(tmp_path / "costs.png")
     assert (tmp_path / "costs.png").stat().st_size > 1000
-    assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 2]
+    assert [len(axes.lines[0].get_xdata()) for axes in figure.axes] == [2, 2, 1]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"hf-dspark\[eval\]"):
         model.plot()
@@ -178,3 +181,34 @@ def test_auto_counts_the_time_of_the_host_in_the_last_call(monkeypatch):
         target.generate(**checks.batch([[5, 17], [9, 33, 2]]), assistant_model=draft, max_new_tokens=30, pad_token_id=0)
     first, second = (costs.host_ms for costs in seen)
     assert first == {} and list(second) == [2] and 0 < second[2] < 1000
+
+
+def test_the_time_of_the_host_is_that_of_calls_that_nobody_watches():
+    """A streamer's time is its own; a handful of rounds says little."""
+    target, draft = tiny.perm_target(), tiny.bad_draft()
+
+    class Slow:
+        def put(self, value):
+            time.sleep(0.01)
+
+        def end(self):
+            pass
+
+    def host_ms(**options):
+        checks.generate(target, draft, [5, 17], cache_implementation="static", **options)
+        return dict(engine_of(target, draft).host_ms)
+
+    assert host_ms(max_new_tokens=3) == {} and host_ms(max_new_tokens=12, streamer=Slow()) == {}
+    once = host_ms(max_new_tokens=12)
+    assert 0 < once[1] < 10 and host_ms(max_new_tokens=12, streamer=Slow()) == once
+
+
+def test_profile_does_not_depend_on_how_the_target_generates_by_default():
+    """Nor does anybody's record see its calls."""
+    target, draft = copy.deepcopy(tiny.perm_target()), tiny.perm_draft()
+    target.generation_config.update(num_beams=4, repetition_penalty=1.3, num_return_sequences=2, eos_token_id=0)
+    own = copy.deepcopy(target.generation_config)
+    with hf_dspark.record() as stats:
+        model = CostModel.profile(target, draft, batch_sizes=(2,), context_length=8)
+    assert list(model.host_ms) == [2] and stats.calls == 0
+    assert target.generation_config == own and draft.scheduler is None
