@@ -33,6 +33,7 @@ class Graphs:
         self._idle, self._prepared = idle, prepared
         self._recorded: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
         self.enabled = False
 
     def run(
@@ -80,9 +81,15 @@ class Graphs:
                 function()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may allocate meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                outputs = function()
+            try:
+                # Other threads may allocate meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                    outputs = function()
+            except BaseException:
+                # The allocator may still ask a graph whose capture failed, and its pool takes no other.
+                self._failed.append(graph)
+                self._pool = None
+                raise
         return graph, outputs
 
     def width(self, count: int) -> int:

@@ -167,3 +167,28 @@ def test_recorded_prompts_equal_plain_ones(family):
         assert torch.equal(found, expected), lengths
     (engine,) = draft._engines.of_target.values()
     assert {key[2] for key in engine._graphs._recorded if key[0] == "prompt"} == {64, 128, 256, 512}
+
+
+def test_a_recording_that_fails_leaves_others_their_graphs():
+    """A prompt that looks at the device while it is recorded runs as it is; rounds are recorded all the same."""
+    target, draft = pair("perm", "scripted")
+    layer = target.model.layers[0].mlp
+    forward = type(layer).forward
+
+    def looks(self, hidden):
+        if hidden.shape[1] == 64 and not torch.compiler.is_compiling():
+            hidden.sum().item()
+        return forward(self, hidden)
+
+    type(layer).forward = looks
+    try:
+        ids = torch.arange(1, 41, device="cuda")[None]
+        expected = target.generate(ids, max_new_tokens=12, do_sample=False)
+        with hf_dspark.record() as stats:
+            found = target.generate(
+                ids, assistant_model=draft, cache_implementation="static", max_new_tokens=12, do_sample=False
+            )
+    finally:
+        type(layer).forward = forward
+    assert torch.equal(found, expected)
+    assert stats.captured and "prompts could not be recorded" in stats.reason
