@@ -77,9 +77,8 @@ def _padded_attention(
 
     states: query, key, value [heads, T, head_dim] of the tokens at `places` [T] of `rows` [T], which count from 0.
     """
-    padded = []
+    padded, longest = [], max(count for _, _, count in spans)
     for tensor in states:
-        longest = max(count for _, _, count in spans)
         new = tensor.new_zeros(len(spans), longest, tensor.shape[0], tensor.shape[2])
         new[rows, places] = tensor.transpose(0, 1)
         padded.append(new.transpose(1, 2))

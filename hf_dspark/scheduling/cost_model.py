@@ -84,11 +84,7 @@ class CostModel:
         Raises:
             ValueError: a size below 1.
         """
-        milliseconds = _cost("batch_tokens", self._verify, batch_tokens)
-        for curve in (self._draft, self._host):
-            if curve[0]:
-                milliseconds += curve[1][0] if num_rows is None else _cost("num_rows", curve, num_rows)
-        return 1000 / milliseconds
+        return 1000 / (_cost("batch_tokens", self._verify, batch_tokens) + self._of_rows(num_rows))
 
     def speeds(self, batch_tokens: range, num_rows: int) -> np.ndarray:
         """`steps_per_second` of many B, float64; a scheduler wants them all whenever the number of rows changes."""
@@ -98,10 +94,14 @@ class CostModel:
         milliseconds = np.asarray(times)[np.minimum(at, len(sizes) - 1)]
         for i in np.nonzero(at == len(sizes))[0]:  # above the table
             milliseconds[i] = _cost("batch_tokens", self._verify, int(wanted[i]))
-        for curve in (self._draft, self._host):
-            if curve[0]:
-                milliseconds += _cost("num_rows", curve, num_rows)
-        return 1000 / milliseconds
+        return 1000 / (milliseconds + self._of_rows(num_rows))
+
+    def _of_rows(self, num_rows: int | None) -> float:
+        """Milliseconds of a round that depend on its rows alone."""
+        curves = [curve for curve in (self._draft, self._host) if curve[0]]
+        return sum(
+            times[0] if num_rows is None else _cost("num_rows", (sizes, times), num_rows) for sizes, times in curves
+        )
 
     def plain_steps_per_second(self, num_rows: int) -> float:
         """Steps a second without any draft: one token for each row.
