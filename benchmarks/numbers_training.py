@@ -61,7 +61,7 @@ def schedulers(random_pair: dict, embedded_pair: dict) -> list[str]:
     """Fixed numbers of drafts against the scheduler, from scheduler_h200_*.json."""
     return [
         "## Scheduler",
-        f"{environment(random_pair)}. bfloat16, greedy, prefill included, medians of calls, methods in alternating "
+        f"{environment(random_pair)}. bfloat16, greedy, prefill included, medians of calls, methods in random "
         'order. `auto` is `draft.scheduler = "auto"`; "verifies" counts drafts a row and round.',
         f"Qwen3-8B's shape with random weights, 512 prompt tokens and {random_pair['new_tokens']} new ones a row, "
         f"{random_pair['repeats']} calls. Confidence is drawn from four levels and drafts are accepted with that "

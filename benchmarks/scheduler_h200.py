@@ -6,11 +6,13 @@
 smollm2: the embedded pair on real prompts (FOLDER as for cpu_smollm2.py). 8b: Qwen3-8B's shape with random weights,
 whose confidence and acceptance a script draws: c_k of a round from one of four levels, then each draft is accepted with
 probability c_k, so the confidence is calibrated and rows differ as texts do. All answers have the same number of
-tokens; methods take turns within a run, in alternating order.
+tokens; methods take turns in random order.
 """
 
 import argparse
+import gc
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -60,15 +62,17 @@ def scripted_confidence(gamma: int, device: str) -> Iterator[Callable[[], object
 
 
 def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: int, restart=lambda: None) -> dict:
-    """Medians over whole calls of each method: tokens a second, τ and drafts verified a row and round."""
-    rows: dict[str, dict[str, list[float]]] = {}
+    """Seconds, τ and drafts verified a row and round of every call of each method, in random order within a repeat."""
     methods = [(f"fixed {n}", n, None) for n in lengths] + [("auto", None, "auto")]
-    batch = inputs["input_ids"].shape[0]
+    rows: dict[str, dict[str, list[float]]] = {name: {} for name, *_ in methods}
+    order = random.Random(0)
     for repeat in range(repeats + 1):
-        for name, count, scheduler in methods if repeat % 2 else reversed(methods):
+        for name, count, scheduler in order.sample(methods, len(methods)):
             draft.scheduler = scheduler
             options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             restart()
+            gc.collect()
+            gc.disable()  # as timeit does: a collection takes as long as dozens of rounds and meets any method
             with hf_dspark.record() as stats:
                 synchronize()
                 started = time.perf_counter()
@@ -81,22 +85,37 @@ def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: 
                 )
                 synchronize()
                 seconds = time.perf_counter() - started
+            gc.enable()
             if repeat == 0:
                 continue  # compiles, records and, for "auto", measures costs
-            row = rows.setdefault(name, {"tokens_per_second": [], "tau": [], "verified_per_row": []})
-            row["tokens_per_second"].append(batch * new / seconds)
-            row["tau"].append(stats.mean_acceptance_length)
-            row["verified_per_row"].append(stats.num_verified / stats.num_rounds)
+            found = {"seconds": seconds, "tau": stats.mean_acceptance_length}
+            found["verified_per_row"] = stats.num_verified / stats.num_rounds
+            for key, value in found.items():
+                rows[name].setdefault(key, []).append(value)
+        if repeat == 0:
+            gc.collect()
+            gc.freeze()  # so that later collections are short
     draft.scheduler = None
-    return {name: {key: statistics.median(values) for key, values in row.items()} for name, row in rows.items()}
+    return rows
 
 
-def compare(batch: int, rows: dict) -> dict:
-    fixed = {name: row["tokens_per_second"] for name, row in rows.items() if name != "auto"}
-    best = max(fixed, key=lambda name: fixed[name])
-    ratio = rows["auto"]["tokens_per_second"] / fixed[best]
-    result = {"batch": batch, "methods": rows, "best_fixed": best, "auto_over_best_fixed": ratio}
-    print(json.dumps(result), flush=True)
+def compare(batch: int, new: int, rows: dict) -> dict:
+    """Medians of each method, and auto's speed over that of each fixed length: the median over repeats of their ratio,
+    since the load of the machine changes more slowly than methods do."""
+    methods = {}
+    for name, row in rows.items():
+        medians = {key: statistics.median(row[key]) for key in ("tau", "verified_per_row")}
+        methods[name] = {"tokens_per_second": batch * new / statistics.median(row["seconds"])} | medians
+        methods[name]["seconds"] = [round(seconds, 5) for seconds in row["seconds"]]
+    auto = rows["auto"]["seconds"]
+    ratios = {
+        name: statistics.median(own / mine for own, mine in zip(row["seconds"], auto, strict=True))
+        for name, row in rows.items()
+        if name != "auto"
+    }
+    best = min(ratios, key=lambda name: ratios[name])
+    result = {"batch": batch, "methods": methods, "best_fixed": best, "auto_over_best_fixed": ratios[best]}
+    print(json.dumps(result | {"auto_over_fixed": ratios}), flush=True)
     return result
 
 
@@ -136,7 +155,8 @@ def main() -> None:
     def run(restart=lambda: None) -> None:
         for batch, given in zip(batches, inputs, strict=True):
             options = arguments.new_tokens, arguments.repeats
-            result["batches"].append(compare(batch, measure(target, draft, given, lengths, *options, restart)))
+            rows = measure(target, draft, given, lengths, *options, restart)
+            result["batches"].append(compare(batch, arguments.new_tokens, rows))
             costs = engine_of(target, draft).cost_model(bucket(batch), 1)
             result["costs"][batch] = {name: getattr(costs, name) for name in ("verify_ms", "draft_ms", "host_ms")}
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")

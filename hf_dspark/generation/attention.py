@@ -11,13 +11,15 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels import use_kernels
 from .ragged_attention import ragged_attention
 from .ragged_cache import FlatTokens, RaggedCache
 
 NAME = "dspark_ragged"
-# Longer stretches are prompts. The decode kernel takes them too (see prompts.py), but reads a key once for every 64
-# pairs of token and head.
+# Longer stretches are prompts. The kernel for rounds takes them too, all rows in one launch, but it reads a key once
+# for every 64 pairs of token and head.
 MOST_DECODED = 32
+SHORT = 512  # slots of prompts that it takes nonetheless: there, launches are what costs
 Span = tuple[int, int, int]  # row, first position, count
 MOST_SCORES = 2**22  # of a head in a group of rows: float32 on a GPU materialises them
 PART = 1024  # query tokens of a prompt that are scored at once where the scores are materialised
@@ -161,9 +163,12 @@ def attention_function(
     softcap = None if module.ragged_drops_softcap else softcap
     stores = module.ragged_store.add(tokens, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if tokens.spans is not None and tokens.most > MOST_DECODED:
-        states = query[0], key[0], value[0]
-        return prompt_attention(*states, stores, tokens, scale, sliding_window, softcap)[None], None
+    most = tokens.most
+    if tokens.spans is not None and most > MOST_DECODED:
+        if not _is_short(query, tokens.spans):
+            states = query[0], key[0], value[0]
+            return prompt_attention(*states, stores, tokens, scale, sliding_window, softcap)[None], None
+        most = SHORT  # one bound for all: the kernel is compiled for the number of parts that follows from it
     output = ragged_attention(
         query[0].transpose(0, 1),
         *stores,
@@ -172,9 +177,14 @@ def attention_function(
         scale,
         sliding_window,
         softcap,
-        tokens.most,
+        most,
     )
     return output[None], None
+
+
+def _is_short(query: torch.Tensor, spans: list[Span]) -> bool:
+    """Whether the kernel for rounds takes these prompts, too; its reference would go token by token."""
+    return use_kernels(query) and max(start + count for _, start, count in spans) <= SHORT
 
 
 def attend_raggedly(model: PreTrainedModel, cache: RaggedCache) -> None:

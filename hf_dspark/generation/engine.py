@@ -239,19 +239,19 @@ class Engine:
         with self._compiled.on([*self._cache.tensors, *self._context.tensors], static):
             yield
 
-    def held_tokens(self, prompts: list[torch.Tensor]) -> list[int]:
+    def held_tokens(self, prompts: list[list[int]]) -> list[int]:
         """How much of each prompt the caches hold from the last call; the last token of a prompt is always fed."""
         found = []
         for row, prompt in enumerate(prompts):
             text = self.texts[row] if row < len(self.texts) else []
-            start = common_length(text, prompt.tolist()[:-1])
+            start = common_length(text, prompt[:-1])
             # A window that has moved on cannot go back.
             found.append(start if start == len(text) or self._context.holds_all(len(text)) else 0)
         return found
 
     def prefill(
         self,
-        prompts: list[torch.Tensor],
+        prompts: list[list[int]],
         num_rows: int,
         chunk: int | None = None,
         starts: list[int] | None = None,
@@ -264,7 +264,8 @@ class Engine:
         """
         self.texts, logits = [], []
         for spans in pack([len(prompt) for prompt in prompts], chunk or PREFILL_TOKENS, starts):
-            ids = torch.cat([prompts[row][start : start + count] for row, start, count in spans])
+            flat = [token for row, start, count in spans for token in prompts[row][start : start + count]]
+            ids = torch.tensor(flat, device=self.proposer.draft.device)
             tokens = FlatTokens.of(spans, num_rows, ids.device)
             ends = torch.tensor([count for _, _, count in spans]).cumsum(0) - 1
             last = [start + count == len(prompts[row]) for row, start, count in spans]

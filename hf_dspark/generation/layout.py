@@ -103,6 +103,8 @@ def decide_lengths(
 def share(lanes: Lanes, c: torch.Tensor | None, limits: torch.Tensor, gamma: int, size: int) -> torch.Tensor:
     """ℓ [L] within `limits` [L]: what a flat axis of `size` tokens has left beside the anchors goes to the drafts that
     are most likely to survive by c_k [L, γ]; without confidence head to the first ones."""
+    if len(limits) == 1:  # its own drafts, and survivals fall
+        return limits.clamp(max=size - 1)
     slots = torch.arange(gamma, device=limits.device)
     a = 1.0 / (2.0 + slots) if c is None else confidence.survival(c)
     a = torch.where(slots < limits[:, None], a.nan_to_num(0.0), 0.0).flatten()

@@ -42,13 +42,12 @@ class FlatTokens(NamedTuple):
     @classmethod
     def of(cls, spans: list[tuple[int, int, int]], num_rows: int, device: torch.device) -> "FlatTokens":
         """The tokens of `spans`, rows in ascending order; each token sees what comes before it."""
-        rows = [row for row, _, count in spans for _ in range(count)]
-        positions = [start + i for _, start, count in spans for i in range(count)]
-        counts = torch.zeros(num_rows + 1, dtype=torch.int32)
-        for row, _, count in spans:
-            counts[row + 1] += count
-        index = torch.tensor([rows, positions], device=device)
-        most = max(count for _, _, count in spans)
+        row, start, count = torch.tensor(spans).T
+        before = count.cumsum(0) - count
+        positions = torch.arange(int(count.sum())) + (start - before).repeat_interleave(count)
+        index = torch.stack((row.repeat_interleave(count), positions)).to(device)
+        most = int(count.max())
+        counts = torch.zeros(num_rows + 1, dtype=torch.int32).index_add(0, row + 1, count.int())
         starts = counts.cumsum(0, dtype=torch.int32).to(device)
         return cls(index[0], index[1], index[1].int(), starts, most, spans)
 

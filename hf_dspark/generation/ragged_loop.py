@@ -9,11 +9,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
@@ -41,7 +41,7 @@ FEWEST_TIMES = 4  # between rounds, for their median
 class Row:
     """One row of the batch: its text, and how many of its tokens are in the caches."""
 
-    def __init__(self, index: int, prompt: torch.Tensor, transcript: Transcript, processors: LogitsProcessorList):
+    def __init__(self, index: int, prompt: list[int], transcript: Transcript, processors: LogitsProcessorList):
         self.index = index
         self.prompt = prompt
         self.transcript = transcript
@@ -51,7 +51,7 @@ class Row:
     @property
     def held(self) -> list[int]:
         """Ids of the tokens in the caches."""
-        return [*self.prompt.tolist(), *self.transcript.tokens][: self.length]
+        return [*self.prompt, *self.transcript.tokens][: self.length]
 
 
 class RaggedLoop:
@@ -77,15 +77,17 @@ class RaggedLoop:
         self.policy = DraftPolicy(draft, generation_config, logits_processor)
         for note in self.policy.notes:
             record.note(note)
+        self._input_ids, self._processors = input_ids, logits_processor
         num_rows = input_ids.shape[0]
-        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        prompts = [list(compress(ids, real)) for ids, real in zip(input_ids.tolist(), mask.tolist(), strict=True)]
         # Rows know the loop weakly: in a cycle, scores and draft would stay until Python looks for cycles.
         loop = weakref.proxy(self)
         texts: Texts = lambda: loop._texts()  # noqa: E731
         self.rows = [
             Row(
                 i,
-                input_ids[i, real[i].bool().to(input_ids.device)],
+                prompts[i],
                 Transcript(input_ids[i : i + 1], RowCriteria(stopping_criteria, i, texts), streamer, generation_config),
                 RowProcessors(logits_processor, i, texts),
             )
@@ -145,8 +147,10 @@ class RaggedLoop:
     def _output(self) -> GenerateDecoderOnlyOutput | torch.Tensor:
         pad = self.config._pad_token_tensor
         padding = 0 if pad is None else int(pad)
-        ids = [row.transcript.ids[0] for row in self.rows]
-        sequences = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=padding)
+        texts = [row.transcript.tokens for row in self.rows]
+        longest = max(map(len, texts))
+        new = torch.tensor([text + [padding] * (longest - len(text)) for text in texts], device=self._input_ids.device)
+        sequences = torch.cat((self._input_ids, new), dim=1)
         if not self.config.return_dict_in_generate:
             return sequences
         scores, logits = (self._stacked(name) for name in ("scores", "logits"))
@@ -170,23 +174,30 @@ class RaggedLoop:
         rows, rounds = self.rows, self.rounds
         if self.policy.scheduler == AUTO:
             costs = self.engine.cost_model(rounds.num_rows, max(row.length for row in rows))
-            self.policy.scheduler = PrefixScheduler(costs, lagged=True, min_gain=0.02)
+            self.policy.scheduler = PrefixScheduler(costs, lagged=True, min_gain=0.01)
         new = min(self.config.max_length - rows[0].transcript.prompt_length, 512)
         keeps = getattr(self.config, KEEPS_ROWS, False)
         starts = self.engine.held_tokens([row.prompt for row in rows]) if keeps else [0] * len(rows)
         self.record.add_reused(sum(starts))
         self._reserve(max(row.length for row in rows) + new, keep=any(starts))
-        prompts = [row.prompt.to(self.device) for row in rows]
         chunk, graphs = self.config.prefill_chunk_size, self.engine.graphs(rounds)
-        logits = self.engine.prefill(prompts, rounds.num_rows, chunk, starts, graphs)
+        logits = self.engine.prefill([row.prompt for row in rows], rounds.num_rows, chunk, starts, graphs)
         self.record.note(self.engine.unrecorded_prompts)
-        logits = logits.to(dtype=torch.float32, device=rows[0].prompt.device)
-        for row, row_logits in zip(rows, logits, strict=True):
-            scores = row.processors(row.transcript.ids, row_logits[None].clone())
-            token = draw(scores, do_sample=bool(self.config.do_sample)).tolist()
-            row.transcript.commit(token, scores, row_logits[None])
-            self.record.add_tokens(1)
+        self._begin(logits.to(dtype=torch.float32, device=self._input_ids.device))
+        self.record.add_tokens(len(rows))
         self._open()
+
+    def _begin(self, logits: torch.Tensor) -> None:
+        """The first token of every row, from the `logits` [B, V] behind its prompt."""
+        do_sample = bool(self.config.do_sample)
+        if self.warpers is not None:  # they look at nothing but scores, so rows need not be shown one by one
+            tokens = draw(self._processors(self._input_ids, logits), do_sample).tolist()
+            for row, token in zip(self.rows, tokens, strict=True):
+                row.transcript.commit([token])
+            return
+        for row, row_logits in zip(self.rows, logits, strict=True):
+            scores = row.processors(row.transcript.ids, row_logits[None].clone())
+            row.transcript.commit(draw(scores, do_sample).tolist(), scores, row_logits[None])
 
     def _open(self) -> None:
         """Tell the device what the rows and the options are."""

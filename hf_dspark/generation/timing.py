@@ -34,7 +34,7 @@ class EngineTimer:
         gamma, width = self._rounds.gamma, self._rounds.num_rows
         self._options = RoundOptions(gamma, truncates=False, samples=False, one_hot=False)
         engine.reserve(width, context_length + self._rounds.block_size + 2, keep=False)
-        engine.prefill([torch.zeros(1, dtype=torch.long, device=self._rounds.ends.device)] * width, width)
+        engine.prefill([[0]] * width, width)
         self._graphs = engine.graphs(self._rounds)
         self._seen: set[tuple[str, int]] = set()
 

@@ -47,8 +47,7 @@ def warmup(
         rounds = engine.rounds(widths[0])
         engine.reserve(widths[0], (max_length or FIRST_SLOTS // 2) + rounds.block_size + 2, keep=False)
         rounds.ends.zero_()
-        one = torch.zeros(1, dtype=torch.long, device=draft.device)
-        engine.prefill([one] * widths[0], widths[0])
+        engine.prefill([[0]] * widths[0], widths[0])
         graphs = engine.graphs(rounds)
         if not graphs.enabled:
             return time.perf_counter() - started

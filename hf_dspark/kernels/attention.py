@@ -28,18 +28,18 @@ def _prefetch(place, SIZE: tl.constexpr, LINES: tl.constexpr):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "size"])
+@triton.jit(do_not_specialize=["num_tokens", "size", "blocks"])
 def _attend(
     query, keys, values, row_starts, limits, origins, out, partial, statistics,
     stride_qt, stride_qh, stride_kr, stride_kh, stride_ks, stride_vr, stride_vh, stride_vs, stride_ot, stride_oh,
-    num_tokens, size, scale, softcap,
+    num_tokens, size, blocks, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr, LINES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: a part of one row's context for one KV head and up to BLOCK_M (token, head) pairs."""
     part = tl.program_id(0)
-    kv_head, block = tl.program_id(1) // BLOCKS, tl.program_id(1) % BLOCKS
+    kv_head, block = tl.program_id(1) // blocks, tl.program_id(1) % blocks
     row = tl.program_id(2).to(tl.int64)
     dims, inner = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     in_head = dims < HEAD_DIM
@@ -108,7 +108,7 @@ def _attend(
     if PDL:
         tl_cuda.gdc_launch_dependents()
     if SPLITS > 1:
-        place = (tokens * (tl.num_programs(1) // BLOCKS * GROUP) + heads) * SPLITS + part
+        place = (tokens * (tl.num_programs(1) // blocks * GROUP) + heads) * SPLITS + part
         tl.store(statistics + place * 2, maximum, mask=active)
         tl.store(statistics + place * 2 + 1, total, mask=active)
         tl.store(partial + place[:, None] * HEAD_DIM + dims[None, :], result, mask=mask & (begin < last))
@@ -215,9 +215,9 @@ def ragged_attention(
     _attend[(tiles.splits, num_kv_heads * blocks, num_rows)](
         query, keys, values, row_starts, limits, limits if origins is None else origins, out, partial, statistics,
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
-        num_tokens, size, scale, softcap or 0.0,
+        num_tokens, size, blocks, scale, softcap or 0.0,
         GROUP=group, HEAD_DIM=head_dim, WINDOW=window or 0, CAPPED=softcap is not None,
-        SPLITS=tiles.splits, BLOCKS=blocks, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
+        SPLITS=tiles.splits, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=block_d,
         PDL=pdl, LINES=lines if window is None else 0, PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip

@@ -50,7 +50,8 @@ class CostModel:
         host_ms: rows -> milliseconds between two rounds, with or without drafts; empty for none.
 
     Attributes:
-        verify_ms, draft_ms, host_ms: the tables in rising order after a running maximum: more work never costs less.
+        verify_ms, draft_ms, host_ms: the tables in rising order, after a running minimum from the largest size down:
+            if a larger size takes less time, the smaller one can be had at its price.
 
     Raises:
         ValueError: an empty verify table, sizes below 1 or times that are not above 0.
@@ -156,8 +157,7 @@ class CostModel:
     ) -> "CostModel":
         """Fill the tables with medians of `repeats` runs of each size.
 
-        Sizes take turns, so that a change of the machine's load meets all of them. Times that cannot be explained by
-        load (smaller work that costs more) are levelled by the running maximum.
+        Sizes take turns, so that a change of the machine's load meets all of them.
 
         Raises:
             ValueError: no sizes, or fewer than one repeat.
@@ -261,16 +261,16 @@ def describe(target: Any, draft: Any, *, context_length: int) -> dict[str, Any]:
 
 
 def _monotone(name: str, table: Mapping[int, float]) -> dict[int, float]:
-    """In rising order of size, each cost at least that of every smaller size."""
+    """In rising order of size, each cost at most that of every larger size."""
     result: dict[int, float] = {}
-    highest = 0.0
-    for size in sorted(table):
+    lowest = math.inf
+    for size in sorted(table, reverse=True):
         milliseconds = float(table[size])
         if size < 1 or not 0 < milliseconds < math.inf:
             raise ValueError(f"`{name}` must map sizes from 1 to times above 0, got {size}: {milliseconds}.")
-        highest = max(highest, milliseconds)
-        result[int(size)] = highest
-    return result
+        lowest = min(lowest, milliseconds)
+        result[int(size)] = lowest
+    return dict(reversed(result.items()))
 
 
 def _cost(name: str, curve: tuple[list[int], list[float]], size: int) -> float:

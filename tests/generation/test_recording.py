@@ -272,6 +272,16 @@ def test_what_is_left_beside_the_anchors_is_shared_by_survival():
         assert share(lanes, None, limits, 3, size)[active].sum() == min(size - 3, 7)
 
 
+def test_a_single_row_gets_its_first_drafts():
+    scheduler = PrefixScheduler(Dear(), lagged=True)
+    for limit, active in ((3, True), (1, True), (-1, False)):
+        lanes = Lanes(*[torch.arange(1)] * 5, torch.zeros(2))._replace(active=torch.tensor([active]))
+        for size in range(1, 5):
+            c = torch.rand(1, 3)
+            (planned,) = scheduler.schedule(c.cumprod(-1).double(), budget=size - 1)
+            assert share(lanes, c, torch.tensor([limit]), 3, size).tolist() == [min(planned, limit)]
+
+
 def test_what_is_shared_fits_whatever_the_confidence_is():
     """NaN is refused a round later, where it comes to the host."""
     limits = torch.full((2,), 3)

