@@ -23,8 +23,8 @@ import hf_dspark
 from hf_dspark.evaluation.floor import byte_floor, copy_bandwidth
 from hf_dspark.generation.engine import engine_of
 from hf_dspark.generation.graphs import Graphs
-from hf_dspark.generation.layout import bucket
-from hf_dspark.generation.rounds import RoundOptions, plan_verify
+from hf_dspark.generation.layout import bucket, plan_verify
+from hf_dspark.generation.rounds import RoundOptions
 from hf_dspark.generation.warpers import Warpers
 
 ROUNDS = 25

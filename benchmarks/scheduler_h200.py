@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1,3,5,7")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--ahead", action="store_true", help="rounds start before the last one is read")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,7 +149,9 @@ def main() -> None:
         target = target_of(SHAPES[arguments.pair], device, dtype)
         draft = draft_of(SHAPES[arguments.pair], device, dtype).attach_target(target)
         inputs = [{"input_ids": torch.randint(1, 500, (batch, 512), device=device)} for batch in batches]
+    draft.fast_path = hf_dspark.FastPath(ahead=arguments.ahead)
     result = {"environment": environment(), "pair": arguments.pair, "new_tokens": arguments.new_tokens}
+    result["ahead"] = arguments.ahead
     result |= {"repeats": arguments.repeats, "confidence_levels": LEVELS if arguments.pair != "smollm2" else None}
     result |= {"batches": [], "costs": {}}
 

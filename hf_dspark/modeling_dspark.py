@@ -65,7 +65,7 @@ class DSparkForCausalLM(DSparkPreTrainedModel):
         scheduler (`PrefixScheduler` or `"auto"`, *optional*): chooses how many drafts are verified; `"auto"` measures
             the costs of the fast path once and schedules by them. `None` verifies whole blocks.
         context_window (`ContextWindow`, *optional*): how much of a long text the draft remembers; `None` means all.
-        fast_path (`FastPath`, *optional*): switches of the path with a static cache; `None` means all on.
+        fast_path (`FastPath`, *optional*): switches of the path with a static cache; `None` for the defaults.
         probe (`bool`): whether the first rounds with a target are checked, to warn of a draft that is read wrongly.
     """
 

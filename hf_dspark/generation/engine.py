@@ -17,7 +17,7 @@ from ..scheduling.cost_model import REPEATS, CostModel
 from ..target import share_vocabulary
 from . import fuse
 from .graphs import TURN, Graphs, RecordingFailed
-from .prompts import Prompts
+from .prompts import Prompts, pack
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .rounds import Rounds
 from .timing import EngineTimer
@@ -42,11 +42,14 @@ class FastPath:
         compile: compile decoder layers and draft layers with torch.compile.
         fuse_projections: compute query, key and value (and gate and up) projections of the target as one product. Their
             weights become views of one matrix; values and state dict stay as they are, `release` undoes it.
+        ahead: in a batch, start a recorded round before the last one is read, so that the device does not wait for the
+            host. Off by default, since its gain has not been measured yet.
     """
 
     capture: bool = True
     compile: bool = True
     fuse_projections: bool = True
+    ahead: bool = False
 
 
 class Engines:
@@ -165,6 +168,12 @@ class Engine:
         return self.uncaptured
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether rounds of a batch may start before the last one is read."""
+        # What a window has let go does not come back for a row that has gone too far.
+        return self._options.ahead and not self.uncaptured and self._context.window is None
+
+    @property
     def num_bytes(self) -> int:
         """Memory of the caches."""
         tensors = [*self._cache.tensors, *self._context.tensors]
@@ -203,13 +212,16 @@ class Engine:
                 )
         return self._rounds[num_rows]
 
+    def has_room(self, num_rows: int, slots: int) -> bool:
+        return num_rows <= self._cache.num_rows and slots <= self._cache.capacity
+
     def reserve(self, num_rows: int, slots: int, keep: bool) -> None:
         """Room for `slots` tokens in each of `num_rows` rows; larger caches mean new graphs.
 
         keep: what the caches hold is still needed.
         """
         cache = self._cache
-        if num_rows <= cache.num_rows and slots <= cache.capacity:
+        if self.has_room(num_rows, slots):
             return
         if slots > cache.capacity:  # a text that grows is copied a few times only
             slots = whole_slots(max(slots, cache.capacity + cache.capacity // 2 if keep else 0))
@@ -337,19 +349,3 @@ class Engine:
 def whole_slots(length: int) -> int:
     """Slots of a row that is to hold `length` tokens."""
     return -(-max(length, FIRST_SLOTS) // STEP) * STEP
-
-
-def pack(lengths: list[int], chunk: int, starts: list[int] | None = None) -> list[list[tuple[int, int, int]]]:
-    """Spans (row, start, count) of rows of these lengths in groups of at most `chunk` tokens, rows in order."""
-    groups: list[list[tuple[int, int, int]]] = [[]]
-    free = chunk
-    for row, length in enumerate(lengths):
-        start = starts[row] if starts else 0
-        while start < length:
-            if not free:
-                groups.append([])
-                free = chunk
-            count = min(length - start, free)
-            groups[-1].append((row, start, count))
-            start, free = start + count, free - count
-    return groups

@@ -10,9 +10,37 @@ import torch
 from ..compiling import first_line
 from .layout import bucket
 
+
+class Turn:
+    """A lock, to be entered again by its holder, that knows whether others wait for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.RLock(), threading.Lock()
+        self._waiting = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return self._waiting > 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._wait(1)
+            try:
+                self._lock.acquire()
+            finally:
+                self._wait(-1)
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def _wait(self, change: int) -> None:
+        with self._count:
+            self._waiting += change
+
+
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
-# Held for device work and what is done `meanwhile`, never while code of a caller runs, but for a cost model.
-TURN = threading.RLock()
+# Held for device work and what is done meanwhile, never while code of a caller runs, but for a cost model.
+TURN = Turn()
 
 
 class RecordingFailed(RuntimeError):
@@ -42,6 +70,7 @@ class Graphs:
         function: Callable[[], Any],
         static: bool | None = True,
         meanwhile: Callable[[], None] | None = None,
+        wait: bool = True,
     ) -> Any:
         """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
 
@@ -49,6 +78,7 @@ class Graphs:
             key: of the recording.
             static: whether its shapes are worth a compilation of their own; `None` for none at all.
             meanwhile: runs on the host while the device is busy and others wait for their turn, so it must be short.
+            wait: until the device is through. If not, the caller holds `TURN` until then.
 
         Raises:
             RecordingFailed: on the first use of a key.
@@ -59,7 +89,7 @@ class Graphs:
                 if meanwhile is not None:
                     meanwhile()
             finally:
-                if torch.cuda.is_available():
+                if wait and torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()
         return outputs
 

@@ -3,7 +3,7 @@
 A round works on *lanes*: the rows that still run, in order, padded to a fixed width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -167,3 +167,31 @@ def report(
     bits = torch.zeros_like(drafts, dtype=torch.int32) if c is None else c.contiguous().view(torch.int32)
     columns = (drafts, own[:, None], accepted[:, None], verified[:, None])
     return torch.cat([*(column.int() for column in columns), bits], dim=1)
+
+
+# ---- the steps of a round that are compiled as one
+
+
+def open_round(
+    ends: torch.Tensor, lengths: torch.Tensor, anchors: torch.Tensor, width: int, size: int, mask_token_id: int
+) -> tuple[Lanes, Blocks]:
+    lanes = find_lanes(ends, lengths, anchors, width)
+    return lanes, lay_blocks(lanes, size, mask_token_id)
+
+
+def plan_verify(
+    lanes: Lanes, lengths: torch.Tensor, drafts: torch.Tensor, size: int | None, shared: bool, *decision: Any
+) -> tuple[torch.Tensor | None, torch.Tensor, VerifyTokens]:
+    c, verified = decide_lengths(lanes, *decision)
+    if shared and size is not None:
+        verified = share(lanes, c, verified, drafts.shape[1], size)
+    return c, verified, lay_verify(lanes, lengths, drafts, verified, size)
+
+
+def close_round(
+    lanes: Lanes, at: VerifyTokens, anchors: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor,
+    own: torch.Tensor,
+) -> FlatTokens:  # fmt: skip
+    tokens = lay_commit(lanes, at, committed, lengths.shape[0])
+    move_on(lanes, anchors, lengths, committed, own)
+    return tokens

@@ -14,6 +14,22 @@ from .twin import Twin
 SIZES = tuple(64 * n for n in (1, 2, 3, 4, 6, 8))
 
 
+def pack(lengths: list[int], chunk: int, starts: list[int] | None = None) -> list[list[tuple[int, int, int]]]:
+    """Spans (row, start, count) of rows of these lengths in groups of at most `chunk` tokens, rows in order."""
+    groups: list[list[tuple[int, int, int]]] = [[]]
+    free = chunk
+    for row, length in enumerate(lengths):
+        start = starts[row] if starts else 0
+        while start < length:
+            if not free:
+                groups.append([])
+                free = chunk
+            count = min(length - start, free)
+            groups[-1].append((row, start, count))
+            start, free = start + count, free - count
+    return groups
+
+
 class Prompts:
     """Prompt forwards of up to `num_rows` rows. Layers are not compiled for them: that takes longer than it saves."""
 

@@ -3,39 +3,33 @@
 All verify tokens of a round lie on one flat axis and ended rows leave it, so they cost nothing.
 """
 
-import statistics
-import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from itertools import compress
+from typing import TypeVar
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from ..modeling_dspark import BackboneOutput, DSparkForCausalLM
+from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import draw
 from ..scheduling.scheduler import PrefixScheduler
-from .device_round import DeviceRound
+from .device_round import DeviceRounds
 from .engine import Engine
-from .graphs import Graphs, RecordingFailed
+from .graphs import RecordingFailed
+from .host_round import HostRounds
 from .layout import bucket
 from .options import KEEPS_ROWS
 from .policy import AUTO, DraftPolicy
 from .record import CallRecord
-from .rounds import RoundOptions
 from .row_view import RowCriteria, RowProcessors, Texts
 from .stopping import Transcript
-from .verify import decided_probabilities, verify
 from .warpers import Warpers
 
 UNLIMITED = 2**40
-FEWEST_TIMES = 4  # between rounds, for their median
+T = TypeVar("T")
 
 
 class Row:
@@ -83,7 +77,7 @@ class RaggedLoop:
         prompts = [list(compress(ids, real)) for ids, real in zip(input_ids.tolist(), mask.tolist(), strict=True)]
         # Rows know the loop weakly: in a cycle, scores and draft would stay until Python looks for cycles.
         loop = weakref.proxy(self)
-        texts: Texts = lambda: loop._texts()  # noqa: E731
+        texts: Texts = lambda: loop.texts()  # noqa: E731
         self.rows = [
             Row(
                 i,
@@ -98,12 +92,6 @@ class RaggedLoop:
         self.device = draft.device
         self.rounds = engine.rounds(bucket(num_rows))
         self.warpers = self._device_warpers(logits_processor)
-        # Where nobody looks on, a round is noted while the next one is at work.
-        self._watched = streamer is not None or not all(row.transcript.decided_by_ids for row in self.rows)
-        self._unnoted: DeviceRound | None = None
-        self._untold: DeviceRound | None = None  # of which the scheduler does not know yet
-        self._answered: float | None = None  # when the device had finished the last round
-        self._host_seconds: list[float] = []  # from there to the next one
 
     def _device_warpers(self, processors: LogitsProcessorList) -> Warpers | None:
         """How the device samples; `None` if the host must decide, since it has to see or to show scores."""
@@ -117,19 +105,20 @@ class RaggedLoop:
         self.record.set_captured(not self.engine.uncaptured)
         with torch.no_grad():
             self._prefill()
+            # It knows the loop, so the loop does not keep it.
+            rounds = HostRounds(self) if self.warpers is None else DeviceRounds(self)
             try:
                 while active := self._active():
-                    self._round(active)
+                    self._reserve(max(row.length for row in active), keep=True)
+                    rounds.run(active)
             finally:
-                self._note()
-        if not self._watched and len(self._host_seconds) >= FEWEST_TIMES:
-            self.engine.host_ms[self.rounds.num_rows] = 1000 * statistics.median(self._host_seconds)
+                rounds.end()
         self.engine.texts = [row.held for row in self.rows]
         if self.streamer is not None:
             self.streamer.end()
         return self._output()
 
-    def _texts(self) -> list[torch.Tensor]:
+    def texts(self) -> list[torch.Tensor]:
         return [row.transcript.ids for row in self.rows]
 
     def _active(self) -> list[Row]:
@@ -169,6 +158,10 @@ class RaggedLoop:
     def _reserve(self, length: int, keep: bool) -> None:
         """Room for one more round behind `length` tokens."""
         self.engine.reserve(self.rounds.num_rows, length + self.rounds.block_size + 2, keep)
+
+    def has_room(self, length: int) -> bool:
+        """Whether the caches take one more round behind `length` tokens as they are."""
+        return self.engine.has_room(self.rounds.num_rows, length + self.rounds.block_size + 2)
 
     def _prefill(self) -> None:
         rows, rounds = self.rows, self.rounds
@@ -218,14 +211,7 @@ class RaggedLoop:
 
     # ---- rounds
 
-    def _round(self, active: list[Row]) -> None:
-        self._reserve(max(row.length for row in active), keep=True)
-        self._drafted = self.policy.should_draft()
-        started = time.perf_counter()
-        round_ = self._host_round if self.warpers is None else self._device_round
-        self._recording(lambda: round_(active, started))
-
-    def _recording(self, step: Callable[[], None]) -> None:
+    def recorded(self, step: Callable[[], T]) -> T:
         """Run `step`; where its recording fails, again with less: without compiled layers, then without recordings."""
         while True:
             try:
@@ -233,150 +219,3 @@ class RaggedLoop:
             except RecordingFailed as error:
                 self.record.note(self.engine.give_way(error))
                 self.record.set_captured(not self.engine.uncaptured)
-
-    def _device_round(self, active: list[Row], started: float) -> None:
-        options, rounds = self.policy.options, self.rounds
-        graphs = self.engine.graphs(rounds)
-        width = graphs.width(len(active))
-        kind = RoundOptions(
-            count=options.num_assistant_tokens,
-            truncates=options.threshold > 0,
-            samples=bool(self.config.do_sample),
-            one_hot=self.policy.sample_method == "greedy",
-        )
-        launched = time.perf_counter()
-        if self._answered is not None and len(active) == len(self.rows):
-            self._host_seconds.append(launched - self._answered)
-        self._answered = None  # until this one is through
-        if self.policy.scheduler is None:
-            lines = rounds.run(graphs, width, kind, meanwhile=self._catch_up)
-        else:
-            lines = self._scheduled(graphs, width, kind, active)
-        self._answered = time.perf_counter()
-        self._commit(active, lines, 1000 * (self._answered - started))
-
-    def _commit(self, active: list[Row], lines: torch.Tensor, milliseconds: float) -> None:
-        """Add to the texts what a round on the device returned."""
-        n, gamma = len(active), self.rounds.gamma
-        has_confidence = self._drafted and self.draft.confidence_head is not None
-        c = self._confidences(lines)[:n] if has_confidence else None
-        listed = lines[:n, : gamma + 3].tolist()
-        done = DeviceRound(listed, c, self._drafted, milliseconds)
-        for row, (*drafts, own, accepted, _) in zip(active, listed, strict=True):
-            committed = row.transcript.commit([*drafts[:accepted], own])
-            row.length += committed
-            done.rows.append(row)
-            done.committed.append(committed)
-            if self._watched:
-                done.note(self.record, first=-1)
-        self._unnoted = None if self._watched else done
-        self._untold = done if c is not None and self.policy.decides_before else None
-        self._end(active)
-
-    def _note(self) -> None:
-        """Add the last round to the statistics."""
-        last, self._unnoted = self._unnoted, None
-        if last is not None:
-            last.note(self.record)
-
-    def _catch_up(self) -> None:
-        """What can wait until the device is busy again."""
-        self._note()
-        last, self._untold = self._untold, None
-        if last is not None and last.c is not None:
-            self.policy.tell_scheduler(last.c, last.room)
-
-    def _confidences(self, lines: torch.Tensor) -> np.ndarray:
-        """c_k [L, γ] of what a round returned."""
-        return lines.numpy()[:, self.rounds.gamma + 3 :].view(np.float32)
-
-    def _scheduled(self, graphs: Graphs, width: int, kind: RoundOptions, active: list[Row]) -> torch.Tensor:
-        """A round whose lengths the scheduler chooses; without drafts where they do not pay."""
-        if not self._drafted:
-            return self.rounds.run(graphs, width, replace(kind, count=0), meanwhile=self._catch_up)
-        n = len(active)
-        if self.policy.decides_before:  # one recording, as without a scheduler
-            budget = self.policy.budget(n, pending=self._untold is not None)
-            num_tokens = None if budget is None else n + budget
-            return self.rounds.run(graphs, width, kind, num_tokens, meanwhile=self._catch_up)
-        c = self.rounds.propose(graphs, width, kind, meanwhile=self._catch_up)
-        lengths = self.policy.lengths(None if c is None else c[:n], self._room(active))
-        return self.rounds.conclude(graphs, width, lengths, kind)
-
-    @staticmethod
-    def _room(active: list[Row]) -> list[int | None]:
-        """Drafts that the length limit of each row leaves room for."""
-        rooms = [row.transcript.room for row in active]
-        return [None if room is None else room - 1 for room in rooms]
-
-    def _host_round(self, active: list[Row], started: float) -> None:
-        """A round whose tokens are chosen on the host; the forwards around it are the same."""
-        rounds, policy = self.rounds, self.policy
-        graphs = self.engine.graphs(rounds)
-        width = graphs.width(len(active))
-        n, count = len(active), policy.options.num_assistant_tokens
-        backbone, block, c = rounds.propose_lanes(graphs, width, self._drafted), None, None
-        if backbone is not None:
-            backbone = BackboneOutput(backbone.hidden_states[:n], backbone.base_logits[:n])
-            anchors = torch.tensor([[row.transcript.tokens[-1]] for row in active], device=self.device)
-            choose = partial(self._choose, active) if policy.processors else policy.choice
-            block = self.engine.proposer.walk(backbone, anchors, choose)
-            c = policy.conditional(block.confidence_logits)
-        lengths = [0] * n if block is None else policy.lengths(c, self._room(active))
-        drafts = torch.zeros(n, rounds.gamma, dtype=torch.long) if block is None else block.tokens
-        logits = rounds.verify_lanes(graphs, width, drafts, lengths, count).float()
-
-        device = active[0].transcript.ids.device
-        drafts, scores = drafts.to(device), None if block is None else block.scores.to(device)
-        parts = logits[: sum(lengths) + n].to(device).split([length + 1 for length in lengths])
-        decided = []
-        for i, (row, length, row_logits) in enumerate(zip(active, lengths, parts, strict=True)):
-            given = row_logits[:0] if scores is None else scores[i, :length]
-            q = policy.distribution(given, drafts[i, :length])
-            if q is not None:
-                q = F.pad(q, (0, row_logits.shape[-1] - q.shape[-1]))
-            decided.append(verify(row.transcript, drafts[i, :length], q, row_logits, row.processors))
-        committed = [count for count, _, _ in decided]
-        own = [row.transcript.tokens[-1] for row in active]
-        # The tokens are in the texts already, so only this part may be done again.
-        self._recording(lambda: rounds.commit_lanes(self.engine.graphs(rounds), width, committed, own, count))
-        milliseconds = 1000 * (time.perf_counter() - started)
-        for i, (row, (_, accepted, seen)) in enumerate(zip(active, decided, strict=True)):
-            probabilities = {}
-            if self.record.probabilities:
-                next_token = own[i] if committed[i] > accepted else None
-                probabilities = {
-                    "q": [] if scores is None else policy.draft_probabilities(drafts[i], scores[i]),
-                    "p": decided_probabilities(seen, drafts[i, : lengths[i]].tolist(), accepted, next_token),
-                }
-            row.length += committed[i]
-            self.record.add_round(
-                row.transcript,
-                row=row.index,
-                position=row.length - committed[i],
-                draft_tokens=[] if block is None else block.tokens[i].tolist(),
-                c=None if c is None else c[i].tolist(),
-                verified=lengths[i],
-                committed=committed[i],
-                accepted=accepted,
-                milliseconds=milliseconds,
-                **probabilities,
-            )
-        self._end(active)
-
-    def _choose(
-        self, active: list[Row], prefix: torch.Tensor, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`DraftPolicy.choose` for rows whose texts have different lengths; `prefix` starts with the anchors."""
-        parts = []
-        for i, row in enumerate(active):
-            text = row.transcript.ids
-            ids = torch.cat((text, prefix[i : i + 1, 1:].to(text.device)), dim=1)
-            processors = RowProcessors(self.policy.processors, row.index, self._texts)
-            parts.append(self.policy.choose(ids, logits[i : i + 1].to(text.device), processors))
-        return tuple(torch.cat([part[i] for part in parts]).to(self.device) for i in range(2))
-
-    def _end(self, active: list[Row]) -> None:
-        """Take rows that have ended off the lanes."""
-        if ended := [row.index for row in active if row.transcript.stopped]:
-            self.rounds.ends[ended] = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +17,19 @@ from .. import confidence, kernels
 from ..compiling import compiled
 from ..modeling_dspark import BackboneOutput
 from ..proposal import Proposer, markov_walk
-from .graphs import Graphs
+from .graphs import TURN, Graphs
 from .layout import (
     Blocks,
     Lanes,
     VerifyTokens,
     bucket,
-    decide_lengths,
-    find_lanes,
-    lay_blocks,
-    lay_commit,
+    close_round,
     lay_verify,
-    move_on,
+    open_round,
+    plan_verify,
     report,
-    share,
 )
-from .ragged_cache import FlatTokens, RaggedContext
+from .ragged_cache import RaggedContext
 from .twin import Twin
 from .warpers import DeviceWarpers
 
@@ -64,29 +61,24 @@ class Verified(NamedTuple):
     features: torch.Tensor
 
 
-def open_round(
-    ends: torch.Tensor, lengths: torch.Tensor, anchors: torch.Tensor, width: int, size: int, mask_token_id: int
-) -> tuple[Lanes, Blocks]:
-    lanes = find_lanes(ends, lengths, anchors, width)
-    return lanes, lay_blocks(lanes, size, mask_token_id)
+class Running:
+    """A round at work on the device; what the host needs of it is on its way.
 
+    lines: [width, 2γ + 3] int32, see `Rounds.run`. The next replay may overwrite them.
+    """
 
-def plan_verify(
-    lanes: Lanes, lengths: torch.Tensor, drafts: torch.Tensor, size: int | None, shared: bool, *decision: Any
-) -> tuple[torch.Tensor | None, torch.Tensor, VerifyTokens]:
-    c, verified = decide_lengths(lanes, *decision)
-    if shared and size is not None:
-        verified = share(lanes, c, verified, drafts.shape[1], size)
-    return c, verified, lay_verify(lanes, lengths, drafts, verified, size)
+    def __init__(self, lines: torch.Tensor):
+        self._lines = lines.to("cpu", non_blocking=True, copy=True)
+        self._event = None
+        if lines.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
 
-
-def close_round(
-    lanes: Lanes, at: VerifyTokens, anchors: torch.Tensor, lengths: torch.Tensor, committed: torch.Tensor,
-    own: torch.Tensor,
-) -> FlatTokens:  # fmt: skip
-    tokens = lay_commit(lanes, at, committed, lengths.shape[0])
-    move_on(lanes, anchors, lengths, committed, own)
-    return tokens
+    def wait(self) -> torch.Tensor:
+        """The lines, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._lines
 
 
 class Rounds:
@@ -136,26 +128,29 @@ class Rounds:
             self.ends.copy_(ends)
             self.seed.copy_(seed)
 
-    def run(
-        self,
-        graphs: Graphs,
-        width: int,
-        options: RoundOptions,
-        num_tokens: int | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> torch.Tensor:
+    def end(self, rows: list[int]) -> None:
+        """Take rows off the lanes, from the next round on; rounds at work go on."""
+        index = torch.tensor(rows)
+        index = index.pin_memory() if self.ends.is_cuda else index  # any other copy would wait for them
+        self.ends.index_fill_(0, index.to(self.ends.device, non_blocking=True), 0)
+
+    def run(self, graphs: Graphs, width: int, options: RoundOptions, num_tokens: int | None = None) -> torch.Tensor:
         """One round of at most `width` running rows, all on the device.
 
         Args:
             num_tokens: to verify, anchors included: the drafts that are most likely to survive. `None` for all of
                 them. Recordings take more, since theirs is a multiple of `width`, so there are γ + 1 at most; once rows
                 have ended, a power of two times `width`: widths that last for a few rounds do not pay for many.
-            meanwhile: what the host does while the device is busy.
 
         Returns:
             [width, 2γ + 3] int32 on the host, lane by lane: drafts, the target's own token, accepted, verified, and the
             bits of c_k (0 without a confidence head).
         """
+        with TURN:
+            return self.start(graphs, width, options, num_tokens).wait()
+
+    def start(self, graphs: Graphs, width: int, options: RoundOptions, num_tokens: int | None = None) -> Running:
+        """`run` without waiting for the device; the caller holds `TURN` until it has."""
         size = whole = width * (options.count + 1)
         if num_tokens is not None:
             size = min(whole, self._flat_size(num_tokens, width) if graphs.enabled else num_tokens)
@@ -163,7 +158,7 @@ class Rounds:
         key = ("round", self.num_rows, width, size, options, self.warpers.kind)
         static = self._static(width) and not shared
         function = partial(self._round, width, options, size, shared, graphs.enabled)
-        return graphs.run(key, function, static, meanwhile).cpu()
+        return Running(graphs.run(key, function, static, wait=False))
 
     def _round(self, width: int, options: RoundOptions, size: int, shared: bool, recorded: bool) -> torch.Tensor:
         proposed = self._propose(width, options, recorded)

@@ -20,9 +20,9 @@ from transformers import (
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation import engine, fuse, ragged_cache
+from hf_dspark.generation import device_round, engine, fuse, ragged_cache, rounds
 from hf_dspark.generation.engine import Engine, FastPath, engine_of
-from hf_dspark.generation.graphs import Graphs, RecordingFailed
+from hf_dspark.generation.graphs import Graphs, RecordingFailed, Turn
 
 ROWS = [[5, 9, 11, 3, 8], [40, 7], [3, 30, 31, 17, 2, 12, 50]]
 STATIC = {"cache_implementation": "static"}
@@ -180,7 +180,7 @@ def test_allowed_tokens_of_each_row():
 class CommitsFail(Graphs):
     """A device on which one of the recordings does not succeed, for want of memory."""
 
-    def run(self, key, function, static=True, meanwhile=None):
+    def run(self, key, function, static=True, meanwhile=None, wait=True):
         if self.enabled and key[0] == "commit":
             raise RecordingFailed("out of memory")
         return function()
@@ -271,8 +271,8 @@ def test_another_default_dtype():
 @pytest.fixture
 def own_turn(monkeypatch):
     """Threads that never end must not keep the lock of other tests."""
-    lock = threading.RLock()
-    for module in (engine, sys.modules["hf_dspark.generation.graphs"]):
+    lock = Turn()
+    for module in (device_round, engine, rounds, sys.modules["hf_dspark.generation.graphs"]):
         monkeypatch.setattr(module, "TURN", lock)
 
 

@@ -40,6 +40,7 @@ FAST_PATHS = {
     "whole": FastPath(),
     "eager layers": FastPath(compile=False, fuse_projections=False),
     "uncaptured": FastPath(capture=False),
+    "ahead": FastPath(compile=False, fuse_projections=False, ahead=True),
 }
 
 
@@ -92,8 +93,27 @@ def test_recorded_samples_equal_uncaptured_ones(options, name):
                 **({"top_k": 0} | options),
             )
         )  # fmt: skip
-    assert torch.equal(texts[1], texts[2])
+    assert torch.equal(texts[1], texts[2]) and torch.equal(texts[1], texts[3])
     assert texts[0].shape == texts[1].shape
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_rounds_that_run_ahead_equal_plain(scheduled):
+    """Rows end at different times, by end-of-text ids that the device does not know; calls follow each other."""
+    target, draft = pair("qwen3", "scripted")
+    draft.fast_path = FAST_PATHS["ahead"]
+    if scheduled:
+        draft = copy.deepcopy(tiny.random_draft(tiny.random_target("qwen3"), confidence="markov")).cuda()
+        draft.fast_path, draft.scheduler = FAST_PATHS["ahead"], "auto"
+    for rows, end in ((16, None), (5, 17), (64, 23), (7, 40), (2, 9)):
+        ids, mask = padded_batch(random.Random(rows), rows)
+        options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+        plain = target.generate(ids, attention_mask=mask, **options)
+        output = target.generate(
+            ids, attention_mask=mask, assistant_model=draft, return_dict_in_generate=True, **options
+        )
+        assert torch.equal(output.sequences, plain), (rows, end)
+        assert output.speculation.captured, output.speculation.reason
 
 
 def test_processors_between_the_graphs():
