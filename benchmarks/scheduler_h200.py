@@ -62,7 +62,8 @@ def scripted_confidence(gamma: int, device: str) -> Iterator[Callable[[], object
 
 
 def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: int, restart=lambda: None) -> dict:
-    """Seconds, τ and drafts verified a row and round of every call of each method, in random order within a repeat."""
+    """Of every call of each method, in random order within a repeat: seconds, those in rounds, τ and drafts verified a
+    row and round."""
     methods = [(f"fixed {n}", n, None) for n in lengths] + [("auto", None, "auto")]
     rows: dict[str, dict[str, list[float]]] = {name: {} for name, *_ in methods}
     order = random.Random(0)
@@ -89,6 +90,8 @@ def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: 
             if repeat == 0:
                 continue  # compiles, records and, for "auto", measures costs
             found = {"seconds": seconds, "tau": stats.mean_acceptance_length}
+            # Rows of a round share its duration; the rest is the prompt and the host.
+            found["in_rounds"] = sum({r.milliseconds for r in stats.rounds}) / 1000
             found["verified_per_row"] = stats.num_verified / stats.num_rounds
             for key, value in found.items():
                 rows[name].setdefault(key, []).append(value)
@@ -106,7 +109,7 @@ def compare(batch: int, new: int, rows: dict) -> dict:
     for name, row in rows.items():
         medians = {key: statistics.median(row[key]) for key in ("tau", "verified_per_row")}
         methods[name] = {"tokens_per_second": batch * new / statistics.median(row["seconds"])} | medians
-        methods[name]["seconds"] = [round(seconds, 5) for seconds in row["seconds"]]
+        methods[name] |= {key: [round(seconds, 5) for seconds in row[key]] for key in ("seconds", "in_rounds")}
     auto = rows["auto"]["seconds"]
     ratios = {
         name: statistics.median(own / mine for own, mine in zip(row["seconds"], auto, strict=True))

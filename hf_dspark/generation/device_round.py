@@ -93,7 +93,7 @@ class DeviceRounds:
         self._untold: DeviceRound | None = None  # of which the scheduler does not know yet
         self._lanes: list[Row] = []  # the rows that the device has in the round that is read next, in order
         self._answered: float | None = None  # when the last round was there
-        self._host_seconds: list[float] = []  # from there to the next one, while all rows run
+        self._host_seconds: list[float] = []  # that the device waited for the next one, while all rows ran
 
     def run(self, active: "list[Row]") -> None:
         """A round of the `active` rows, and those that may follow before it is read."""
@@ -154,6 +154,8 @@ class DeviceRounds:
         # `current` makes rows longer than is known here, and rows that have ended go on for one more.
         if not self._loop.has_room(max(row.length for row in self._lanes) + 2 * (self._rounds.gamma + 1)):
             return None
+        if len(running) == len(self._loop.rows):
+            self._host_seconds.append(0.0)
         return self._start(running, self._policy.should_draft(), pending=current.drafted)
 
     def _in_two_parts(self, active: "list[Row]") -> torch.Tensor:

@@ -118,7 +118,7 @@ class Engine:
         uncaptured: why rounds are not recorded, or "".
         unrecorded_prompts: why prompts are not recorded although rounds are, or "".
         texts: ids of the tokens that each row of the caches holds since the last call, if it ended well.
-        host_ms: by number of rows (a power of two), milliseconds between the rounds of the last call.
+        host_ms: by number of rows (a power of two), milliseconds that rounds of the last call waited for the host.
     """
 
     def __init__(self, target: PreTrainedModel, draft: DSparkForCausalLM, options: FastPath):
@@ -336,8 +336,8 @@ class Engine:
             self._costs[num_rows] = CostModel.measure(
                 timer, token_counts=tokens, row_counts=[num_rows], repeats=repeats
             )
-        host = {num_rows: self.host_ms[num_rows]} if num_rows in self.host_ms else {}
-        return self._costs[num_rows].with_host(host)
+        host = self.host_ms.get(num_rows)
+        return self._costs[num_rows].with_host({num_rows: host} if host else {})
 
     def graphs(self, rounds: Rounds) -> Graphs:
         """Where the steps of `rounds` are recorded, or just run."""

@@ -7,6 +7,7 @@ limit, and what lies behind is overwritten. The last row of every store is a spa
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
@@ -42,13 +43,14 @@ class FlatTokens(NamedTuple):
     @classmethod
     def of(cls, spans: list[tuple[int, int, int]], num_rows: int, device: torch.device) -> "FlatTokens":
         """The tokens of `spans`, rows in ascending order; each token sees what comes before it."""
-        row, start, count = torch.tensor(spans).T
-        before = count.cumsum(0) - count
-        positions = torch.arange(int(count.sum())) + (start - before).repeat_interleave(count)
-        index = torch.stack((row.repeat_interleave(count), positions)).to(device)
+        # NumPy, since torch may wake threads for a few numbers.
+        row, start, count = np.array(spans).T
+        behind = np.arange(count.sum()) + (start - count.cumsum() + count).repeat(count)
+        index = torch.from_numpy(np.stack((row.repeat(count), behind))).to(device)
+        counts = np.zeros(num_rows + 1, np.int32)
+        counts[row + 1] = count
+        starts = torch.from_numpy(counts.cumsum(dtype=np.int32)).to(device)
         most = int(count.max())
-        counts = torch.zeros(num_rows + 1, dtype=torch.int32).index_add(0, row + 1, count.int())
-        starts = counts.cumsum(0, dtype=torch.int32).to(device)
         return cls(index[0], index[1], index[1].int(), starts, most, spans)
 
 

@@ -218,16 +218,16 @@ def test_what_only_a_scheduler_wanted_to_know_cannot_fail_a_finished_call():
 
 def test_the_fast_path_notes_the_last_round_before_an_interrupt(monkeypatch):
     target, draft = pair()
-    run = Rounds.run
+    start = Rounds.start
 
     def interrupted(self, *args, **more):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(None)
-        return run(self, *args, **more)
+        return start(self, *args, **more)
 
     done: list[None] = []
-    monkeypatch.setattr(Rounds, "run", interrupted)
+    monkeypatch.setattr(Rounds, "start", interrupted)
     with hf_dspark.record() as stats, pytest.raises(KeyboardInterrupt):
         target.generate(
             **checks.batch([PROMPT, [5]]), assistant_model=draft, max_new_tokens=40, do_sample=False, pad_token_id=0
