@@ -68,7 +68,7 @@ class Ragged:
         if warpers is not None:
             self.rounds.warpers.set(warpers)
         self.engine.reserve(self.width, context + 8 * (ROUNDS + 40), keep=False)
-        prompts = [torch.randint(1, 500, (context,), device=draft.device) for _ in range(batch)]
+        prompts = torch.randint(1, 500, (batch, context)).tolist()
         self.engine.prefill(prompts, self.width)
         self.graphs = self.engine.graphs(self.rounds)
         self.restart(batch, context)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from .graphs import TURN
+from .graphs import TURN, device_turn
 from .record import CallRecord
 from .rounds import RoundOptions, Running
 
@@ -46,8 +46,8 @@ class DeviceRound:
     @property
     def room(self) -> list[int | None]:
         """Drafts that the length limit of each row left room for, `None` without; asked before the next commit."""
-        rooms = [row.transcript.room for row in self.rows]
-        return [None if room is None else room + n - 1 for room, n in zip(rooms, self.committed, strict=True)]
+        rooms = [row.room for row in self.rows]
+        return [None if room is None else room + n for room, n in zip(rooms, self.committed, strict=True)]
 
     def note(self, record: CallRecord, first: int = 0) -> None:
         """Add the rounds of the rows from the `first` on to the statistics; their texts end with these tokens."""
@@ -106,18 +106,14 @@ class DeviceRounds:
             lines = self._loop.recorded(lambda: self._in_two_parts(active))
             self._commit(lines, True, started)
             return
-        with TURN:
-            try:
-                current = self._start(active, drafted, pending=self._untold is not None)
+        with device_turn():
+            current = self._start(active, drafted, pending=self._untold is not None)
+            self._catch_up()
+            while (following := self._follow(current)) is not None:
+                self._commit(current.running.wait(), current.drafted, current.at)
+                current = following
                 self._catch_up()
-                while (following := self._follow(current)) is not None:
-                    self._commit(current.running.wait(), current.drafted, current.at)
-                    current = following
-                    self._catch_up()
-                lines = current.running.wait()
-            finally:
-                if torch.cuda.is_available():
-                    torch.cuda.current_stream().synchronize()
+            lines = current.running.wait()
         self._commit(lines, current.drafted, current.at)
 
     def end(self) -> None:
@@ -164,7 +160,7 @@ class DeviceRounds:
         graphs = self._loop.engine.graphs(rounds)
         width = graphs.width(n)
         c = rounds.propose(graphs, width, self._kind, meanwhile=self._catch_up)
-        lengths = self._policy.lengths(None if c is None else c[:n], drafts_of_room(active))
+        lengths = self._policy.lengths(None if c is None else c[:n], [row.room for row in active])
         return rounds.conclude(graphs, width, lengths, self._kind)
 
     def _commit(self, lines: torch.Tensor, drafted: bool, started: float) -> None:
@@ -207,9 +203,3 @@ class DeviceRounds:
         last, self._unnoted = self._unnoted, None
         if last is not None:
             last.note(self._loop.record)
-
-
-def drafts_of_room(active: "list[Row]") -> list[int | None]:
-    """Drafts that the length limit of each row leaves room for."""
-    rooms = [row.transcript.room for row in active]
-    return [None if room is None else room - 1 for room in rooms]

@@ -1,8 +1,8 @@
 """CUDA graphs: a function of fixed buffers is recorded once and replayed as one launch."""
 
 import threading
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,32 +15,40 @@ class Turn:
     """A lock, to be entered again by its holder, that knows whether others wait for it."""
 
     def __init__(self) -> None:
-        self._lock, self._count = threading.RLock(), threading.Lock()
-        self._waiting = 0
+        self._lock = threading.RLock()
+        self._waiting: set[int] = set()
 
     @property
     def is_wanted(self) -> bool:
-        return self._waiting > 0
+        return bool(self._waiting)
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            self._wait(1)
+            thread = threading.get_ident()
             try:
+                self._waiting.add(thread)
                 self._lock.acquire()
             finally:
-                self._wait(-1)
+                self._waiting.discard(thread)
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
-
-    def _wait(self, change: int) -> None:
-        with self._count:
-            self._waiting += change
 
 
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
 # Held for device work and what is done meanwhile, never while code of a caller runs, but for a cost model.
 TURN = Turn()
+
+
+@contextmanager
+def device_turn() -> Iterator[None]:
+    """`TURN` until the device is through with what is started inside."""
+    with TURN:
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
 
 
 class RecordingFailed(RuntimeError):
@@ -83,14 +91,10 @@ class Graphs:
         Raises:
             RecordingFailed: on the first use of a key.
         """
-        with TURN:
+        with device_turn() if wait else TURN:
             outputs = self._run(key, function, static)
-            try:
-                if meanwhile is not None:
-                    meanwhile()
-            finally:
-                if wait and torch.cuda.is_available():
-                    torch.cuda.current_stream().synchronize()
+            if meanwhile is not None:
+                meanwhile()
         return outputs
 
     def _run(self, key: Hashable, function: Callable[[], Any], static: bool | None) -> Any:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from ..modeling_dspark import BackboneOutput
-from .device_round import drafts_of_room
 from .row_view import RowProcessors
 from .verify import decided_probabilities, verify
 
@@ -28,7 +27,7 @@ class HostRounds:
         self._loop.recorded(lambda: self._round(active, drafted, started))
 
     def end(self) -> None:
-        """Rounds are noted at once."""
+        """Nothing is left to do: rounds are noted at once."""
 
     def _round(self, active: "list[Row]", drafted: bool, started: float) -> None:
         loop, rounds, policy = self._loop, self._rounds, self._policy
@@ -42,7 +41,7 @@ class HostRounds:
             choose = partial(self._choose, active) if policy.processors else policy.choice
             block = loop.engine.proposer.walk(backbone, anchors, choose)
             c = policy.conditional(block.confidence_logits)
-        lengths = [0] * n if block is None else policy.lengths(c, drafts_of_room(active))
+        lengths = [0] * n if block is None else policy.lengths(c, [row.room for row in active])
         drafts = torch.zeros(n, rounds.gamma, dtype=torch.long) if block is None else block.tokens
         logits = rounds.verify_lanes(graphs, width, drafts, lengths, count).float()
 

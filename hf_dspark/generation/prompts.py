@@ -5,13 +5,14 @@ from functools import partial
 import torch
 
 from ..proposal import Proposer
+from .attention import SHORT
 from .graphs import Graphs
 from .ragged_cache import SPARE, FlatTokens, RaggedContext
 from .twin import Twin
 
 # Tokens of a recorded forward. Few sizes, since each is recorded when it is first met; steps are small enough that a
 # large target does not lose more by padding than it gains. Longer prompts keep the device busy anyway.
-SIZES = tuple(64 * n for n in (1, 2, 3, 4, 6, 8))
+SIZES = tuple(SHORT * n // 8 for n in (1, 2, 3, 4, 6, 8))
 
 
 def pack(lengths: list[int], chunk: int, starts: list[int] | None = None) -> list[list[tuple[int, int, int]]]:
@@ -82,7 +83,7 @@ class Prompts:
     def _forward(self, size: int) -> torch.Tensor:
         positions = self._positions[:size]
         # The same bound for all sizes: the attention kernel is compiled once.
-        tokens = FlatTokens(self._rows[:size], positions, positions.int(), self._starts, SIZES[-1])
+        tokens = FlatTokens(self._rows[:size], positions, positions.int(), self._starts, SHORT)
         logits, features = self._twin.forward(self._ids[:size], tokens, self._keep)
         self._context.committed = tokens
         self._proposer.draft.append_context(self._context, features, positions[None])

@@ -43,6 +43,12 @@ class Row:
         self.length = len(prompt)
 
     @property
+    def room(self) -> int | None:
+        """Drafts that the length limit leaves room for; `None` without limit."""
+        room = self.transcript.room
+        return None if room is None else room - 1
+
+    @property
     def held(self) -> list[int]:
         """Ids of the tokens in the caches."""
         return [*self.prompt, *self.transcript.tokens][: self.length]

@@ -17,7 +17,7 @@ from .. import confidence, kernels
 from ..compiling import compiled
 from ..modeling_dspark import BackboneOutput
 from ..proposal import Proposer, markov_walk
-from .graphs import TURN, Graphs
+from .graphs import Graphs, device_turn
 from .layout import (
     Blocks,
     Lanes,
@@ -64,15 +64,16 @@ class Verified(NamedTuple):
 class Running:
     """A round at work on the device; what the host needs of it is on its way.
 
-    lines: [width, 2γ + 3] int32, see `Rounds.run`. The next replay may overwrite them.
+    Args:
+        lines: [width, 2γ + 3] int32 on the device, see `Rounds.run`; the next replay may overwrite them.
     """
 
     def __init__(self, lines: torch.Tensor):
-        self._lines = lines.to("cpu", non_blocking=True, copy=True)
+        self._lines = lines.to("cpu", non_blocking=lines.is_cuda, copy=True)
         self._event = None
         if lines.is_cuda:
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(lines.device))
 
     def wait(self) -> torch.Tensor:
         """The lines, once they are there."""
@@ -130,7 +131,7 @@ class Rounds:
 
     def end(self, rows: list[int]) -> None:
         """Take rows off the lanes, from the next round on; rounds at work go on."""
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
         index = index.pin_memory() if self.ends.is_cuda else index  # any other copy would wait for them
         self.ends.index_fill_(0, index.to(self.ends.device, non_blocking=True), 0)
 
@@ -146,7 +147,7 @@ class Rounds:
             [width, 2γ + 3] int32 on the host, lane by lane: drafts, the target's own token, accepted, verified, and the
             bits of c_k (0 without a confidence head).
         """
-        with TURN:
+        with device_turn():
             return self.start(graphs, width, options, num_tokens).wait()
 
     def start(self, graphs: Graphs, width: int, options: RoundOptions, num_tokens: int | None = None) -> Running:

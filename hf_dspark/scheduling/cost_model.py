@@ -51,7 +51,7 @@ class CostModel:
 
     Attributes:
         verify_ms, draft_ms, host_ms: the tables in rising order, after a running minimum from the largest size down:
-            if a larger size takes less time, the smaller one can be had at its price.
+            a size that takes longer than a larger one is not worth choosing.
 
     Raises:
         ValueError: an empty verify table, sizes below 1 or times that are not above 0.

@@ -20,7 +20,7 @@ from transformers import (
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation import device_round, engine, fuse, ragged_cache, rounds
+from hf_dspark.generation import device_round, engine, fuse, ragged_cache
 from hf_dspark.generation.engine import Engine, FastPath, engine_of
 from hf_dspark.generation.graphs import Graphs, RecordingFailed, Turn
 
@@ -265,6 +265,15 @@ def test_another_default_dtype():
         assert rounds.warpers.temperature.dtype == rounds.temperatures.dtype == torch.float32
 
 
+def test_another_default_device():
+    """What goes to the device is made on the CPU first, where memory can be pinned."""
+    rounds = engine_of(*pair()).rounds(4)
+    rounds.ends.fill_(9)
+    with torch.device("meta"):
+        rounds.end([1, 2])
+    assert rounds.ends.tolist() == [9, 0, 0, 9]
+
+
 # ---- locks
 
 
@@ -272,7 +281,7 @@ def test_another_default_dtype():
 def own_turn(monkeypatch):
     """Threads that never end must not keep the lock of other tests."""
     lock = Turn()
-    for module in (device_round, engine, rounds, sys.modules["hf_dspark.generation.graphs"]):
+    for module in (device_round, engine, sys.modules["hf_dspark.generation.graphs"]):
         monkeypatch.setattr(module, "TURN", lock)
 
 

@@ -243,6 +243,15 @@ class Dear:
         return 1 / (1 + 0.2 * batch_tokens / num_rows)
 
 
+def test_compiled_rounds_that_run_ahead():
+    target, draft = pair("qwen3")
+    expected = run(target, draft)
+    draft = copy.deepcopy(draft)
+    draft.fast_path = FastPath(ahead=True)
+    text, decisions = run(target, draft)
+    assert (text, sorted(decisions)) == (expected[0], sorted(expected[1]))
+
+
 def test_recorded_rounds_share_a_budget_out():
     """In lagged mode the number of tokens is known before the round, and the recording is as large as they need."""
     target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
