@@ -28,6 +28,28 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].strip(": ")
 
 
+def opaque(name: str, fake: Callable) -> Callable[[Callable], Callable]:
+    """Make a function one operator that compiled code does not look inside; elsewhere it is just called, since an
+    operator costs as much as a small kernel.
+
+    Args:
+        name: `namespace::name` of the operator.
+        fake: the function without its work: empty outputs of the right shapes.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        operator: Any = torch.library.custom_op(name, function, mutates_args=())
+        operator.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (operator if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
 @functools.cache
 def compiled(function: Callable, fullgraph: bool = False) -> Callable:
     """`torch.compile(function)`, made when it is first needed."""

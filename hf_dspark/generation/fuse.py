@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import kernels
-from ..compiling import many_shapes
+from ..compiling import many_shapes, opaque
 from ..layers import is_plain
 from ..modeling_dspark import DSparkForCausalLM
 from .twin import Twin
@@ -19,18 +19,17 @@ QUERY_KEY_VALUE, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_pro
 FEW_ROWS = 16  # up to here the kernel beats the library (benchmarks/kernels_h200.json)
 
 
-@torch.library.custom_op("hf_dspark::linear", mutates_args=())
+def _empty_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@opaque("hf_dspark::linear", _empty_linear)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`F.linear`, for few rows of half precision on CUDA by the kernel that streams the weights."""
     rows = x.numel() // x.shape[-1]
     if rows > FEW_ROWS or not x.is_cuda or x.dtype == torch.float32 or not kernels.use_kernels(x):
         return F.linear(x, weight, bias)
     return kernels.linear(x.reshape(rows, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-
-@linear.register_fake
-def _(x, weight, bias):
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 class StreamedLinear(nn.Linear):

@@ -1,11 +1,18 @@
 """Attention over rows of different lengths as one operator, so that compiled layers do not look inside."""
 
+from typing import Any
+
 import torch
 
 from .. import kernels
+from ..compiling import opaque
 
 
-@torch.library.custom_op("hf_dspark::ragged_attention", mutates_args=())
+def _empty(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+@opaque("hf_dspark::ragged_attention", _empty)
 def ragged_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -26,8 +33,3 @@ def ragged_attention(
         query, keys, values, row_starts, limits,
         scale=scale, window=window, softcap=softcap, max_tokens_per_row=most, out=out, origins=origins,
     )  # fmt: skip
-
-
-@ragged_attention.register_fake
-def _(query, keys, values, row_starts, limits, scale, window, softcap, most, origins=None):
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
