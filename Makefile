@@ -45,7 +45,7 @@ test-transformers-%: .venvs/%/.installed
 .venvs/%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venvs/$*
 	grep -v "^transformers==" constraints.txt > .venvs/$*/constraints.txt
-	.venvs/$*/bin/python -m pip install --quiet -c .venvs/$*/constraints.txt "transformers==$*" -e ".[dev,gguf,eval,triton]"
+	.venvs/$*/bin/python -m pip install --quiet -c .venvs/$*/constraints.txt "transformers==$*" -e ".[dev,demo,gguf,eval,triton]"
 	touch $@
 
 clean:

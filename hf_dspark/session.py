@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import ModelOutput, logging
 
-from ._compat import CACHE_KEY
+from ._compat import CACHE_KEY, CHUNKS_BEHIND_TOKENS, NO_CHUNKS
 from .context import common_length
 from .generation.options import KEEPS_ROWS
 from .modeling_dspark import DSparkForCausalLM
@@ -180,6 +180,8 @@ class Session:
         if self._cache is None:
             self._cache, self._rolls_back = new_cache(self.target)
         cache = {} if self._cache is None else {CACHE_KEY: self._cache}
+        if self._held and not CHUNKS_BEHIND_TOKENS:
+            self._drop_chunks(options)
         try:
             output = self.target.generate(input_ids, assistant_model=self.draft, **cache, **options)
         except BaseException:
@@ -192,6 +194,12 @@ class Session:
         text = prompt + [(token, 1) for token in sequences[0, len(ids) :].tolist()]
         self._held = text[: 0 if self._cache is None else self._cache.get_seq_length()]
         return output
+
+    def _drop_chunks(self, options: dict[str, Any]) -> None:
+        config = options.get("generation_config") or self.target.generation_config
+        if options.get("prefill_chunk_size") or config.prefill_chunk_size:
+            logger.warning_once(f"hf_dspark: {NO_CHUNKS}.")
+        options["prefill_chunk_size"] = None
 
     def _keep(self, length: int) -> None:
         """Roll the cache back to `length` columns, or give it up."""

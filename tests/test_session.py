@@ -6,12 +6,20 @@ import threading
 
 import pytest
 import torch
-from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import checks
 import hf_dspark
 import oracle
 import tiny
+from hf_dspark._compat import CACHE_KEY
 
 PROMPT = [5, 9, 11, 3, 8]
 FAMILIES = ["qwen3", "qwen3_sliding", "mistral", "gemma3_text", "gemma2", "gpt_neox", "gpt2"]
@@ -234,6 +242,39 @@ def test_an_interrupt_inside_a_forward(family, layer, forward, draft, first):
         session.generate(checks.tensor(longer), prefill_chunk_size=3, max_new_tokens=9, do_sample=False)
     handle.remove()
     turn(session, [*longer, 50])
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_chunks_where_transformers_knows_none_behind_a_cache(draft, monkeypatch):
+    """Before 5.21 it would feed the whole text again, behind what the cache holds."""
+    for module in (hf_dspark.session, hf_dspark.generation.loop):
+        monkeypatch.setattr(module, "CHUNKS_BEHIND_TOKENS", False)
+    target, draft_model, _ = pair()
+    lengths, forward = [], type(target).forward
+
+    def watched(self, input_ids=None, **inputs):
+        lengths.append(input_ids.shape[1])
+        return forward(self, input_ids=input_ids, **inputs)
+
+    session = hf_dspark.Session(target, draft_model if draft else None)
+    text, _ = turn(session, PROMPT, prefill_chunk_size=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "forward", watched)
+        turn(session, [*text, *range(30, 50)], prefill_chunk_size=4)
+    assert 21 in lengths, "the rest in one"
+
+
+def test_chunks_into_a_cache_of_the_callers_where_transformers_knows_none(monkeypatch):
+    monkeypatch.setattr(hf_dspark.generation.loop, "CHUNKS_BEHIND_TOKENS", False)
+    target, draft, _ = pair()
+    ids = checks.tensor(range(5, 25))
+    plain = target.generate(ids, max_new_tokens=8, do_sample=False)
+    cache = DynamicCache()
+    target(ids[:, :9], **{CACHE_KEY: cache})
+    output, stats = checks.generate(
+        target, draft, ids, max_new_tokens=8, prefill_chunk_size=4, **{CACHE_KEY: cache}, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, plain) and "one forward" in stats.reason
 
 
 def test_padding_is_part_of_the_history():

@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .._compat import CACHE_KEY, hidden_states_request
+from .._compat import CACHE_KEY, CHUNKS_BEHIND_TOKENS, NO_CHUNKS, hidden_states_request
 from ..context import common_length
 from ..modeling_dspark import DSparkForCausalLM
 from ..sampling import draw
@@ -131,6 +131,9 @@ class PlainLoop:
         self._reserve_context()
         self.record.add_reused(past)
         self.position = past
+        if past and self.config.prefill_chunk_size is not None and not CHUNKS_BEHIND_TOKENS:
+            self.config.prefill_chunk_size = None
+            self.record.note(NO_CHUNKS)
         outputs = type(self.target)._prefill(
             WatchedTarget(self.target, self._read), self.transcript.ids, self.config, self.kwargs
         )
