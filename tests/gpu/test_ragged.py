@@ -164,6 +164,7 @@ def test_a_session_on_the_recorded_path():
 
 def test_captures_do_not_grow_with_prompts():
     target, draft = pair("perm", "scripted")
+    draft.fast_path = FastPath(compile=False)  # layers are compiled by other tests
     for length in (*range(2, 14), 60, 64):
         ids = torch.randint(1, 60, (1, length), device="cuda")
         target.generate(ids, assistant_model=draft, cache_implementation="static", max_new_tokens=20, do_sample=False)
@@ -175,6 +176,7 @@ def test_captures_do_not_grow_with_prompts():
 def test_recorded_prompts_equal_plain_ones(family):
     """Lengths around the recorded sizes, alone and in batches; texts that the caches hold in part."""
     target, draft = pair(family, "scripted")
+    draft.fast_path = FastPath(compile=False)  # layers are compiled by other tests
     sizes = {(63,): 64, (64,): 64, (65,): 128, (3, 150, 40): 256, (200, 190): 512, (300, 290): None, (31, 2, 450): 512}
     for lengths, size in sizes.items():
         rows = [[(7 * i + n) % 50 + 1 for i in range(n)] for n in lengths]
@@ -194,6 +196,7 @@ def test_recorded_prompts_equal_plain_ones(family):
 def test_a_recording_that_fails_leaves_others_their_graphs():
     """A prompt that looks at the device while it is recorded runs as it is; rounds are recorded all the same."""
     target, draft = pair("perm", "scripted")
+    draft.fast_path = FastPath(compile=False)  # layers are compiled by other tests
     layer = target.model.layers[0].mlp
     forward = type(layer).forward
 
