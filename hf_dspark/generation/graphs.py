@@ -40,19 +40,23 @@ class Turn:
 TURN = Turn()
 
 
+class RecordingFailed(RuntimeError):
+    """A function could not be compiled or recorded. State is as before."""
+
+
 @contextmanager
 def device_turn() -> Iterator[None]:
     """`TURN` until the device is through with what is started inside."""
     with TURN:
+        at_work = True
         try:
             yield
+        except RecordingFailed:  # nothing is, and the stream of a capture that broke off might answer with an error
+            at_work = False
+            raise
         finally:
-            if torch.cuda.is_available():
+            if at_work and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
-
-
-class RecordingFailed(RuntimeError):
-    """A function could not be compiled or recorded. State is as before."""
 
 
 class Graphs:
@@ -114,12 +118,13 @@ class Graphs:
             for _ in range(2):  # compiles, tunes and allocates
                 function()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
                 # Other threads may allocate meanwhile.
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     outputs = function()
             except BaseException:
+                torch.cuda.set_stream(stream)  # a capture that broke off leaves its own
                 # The allocator may still ask a graph whose capture failed, and its pool takes no other.
                 self._failed.append(graph)
                 self._pool = None

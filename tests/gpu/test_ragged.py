@@ -217,3 +217,4 @@ def test_a_recording_that_fails_leaves_others_their_graphs():
         type(layer).forward = forward
     assert torch.equal(found, expected)
     assert stats.captured and "prompts could not be recorded" in stats.reason
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
