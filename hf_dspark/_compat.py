@@ -18,7 +18,6 @@ CACHE_KEY = "cache" if VERSION >= Version("5.24") else "past_key_values"
 # had no entry for the embeddings, so all are taken. Remove at a minimum of 5.23.
 SELECTS_HIDDEN_STATES = VERSION >= Version("5.23")
 
-
 # Before 5.21 a prompt that goes by chunks begins anew behind the tokens that a cache holds. Remove at a minimum of
 # 5.21.
 CHUNKS_BEHIND_TOKENS = VERSION >= Version("5.21")

@@ -67,7 +67,7 @@ class DeviceRound:
 
 
 class Started(NamedTuple):
-    """A round at work, since `at` in seconds."""
+    """A `Running` round, whether its drafts are real, and when it was started, in seconds."""
 
     running: Running
     drafted: bool
@@ -75,7 +75,11 @@ class Started(NamedTuple):
 
 
 class DeviceRounds:
-    """The rounds of one `RaggedLoop` behind its prompts."""
+    """The rounds of one `RaggedLoop` behind its prompts.
+
+    Attributes:
+        one_by_one: why none starts before the last one is read, or "".
+    """
 
     def __init__(self, loop: "RaggedLoop"):
         self._loop, self._policy, self._rounds = loop, loop.policy, loop.rounds
@@ -89,6 +93,7 @@ class DeviceRounds:
         # Where somebody looks on, a round is noted at once.
         self._watched = loop.streamer is not None or not all(row.transcript.decided_by_ids for row in loop.rows)
         self._decides_between = loop.policy.scheduler is not None and not loop.policy.decides_before
+        self.one_by_one = self._why_one_by_one()
         self._unnoted: DeviceRound | None = None
         self._untold: DeviceRound | None = None  # of which the scheduler does not know yet
         self._lanes: list[Row] = []  # the rows that the device has in the round that is read next, in order
@@ -116,6 +121,15 @@ class DeviceRounds:
             lines = current.running.wait()
         self._commit(lines, current.drafted, current.at)
 
+    def _why_one_by_one(self) -> str:
+        if self._watched:
+            return "a streamer or a criterion of the caller looks on"
+        if self._decides_between:
+            return "the scheduler decides between draft and verify"
+        if self._loop.draft.context_window is not None:
+            return "what a context window has let go does not come back for a row that has gone too far"
+        return ""
+
     def end(self) -> None:
         """Note what is left, and for cost models how long the device waits for the host."""
         self._note()
@@ -140,7 +154,7 @@ class DeviceRounds:
 
     def _follow(self, current: Started) -> Started | None:
         """Start the round behind `current`, which is at work; `None` where that has to be read first."""
-        if self._watched or self._decides_between or TURN.is_wanted or not self._loop.engine.runs_ahead:
+        if self.one_by_one or TURN.is_wanted or not self._loop.engine.runs_ahead:
             return None
         running = [row for row in self._lanes if not row.transcript.stopped]
         rooms = [row.transcript.room for row in running]

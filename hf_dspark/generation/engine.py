@@ -169,9 +169,8 @@ class Engine:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether rounds of a batch may start before the last one is read."""
-        # What a window has let go does not come back for a row that has gone too far.
-        return self._options.ahead and not self.uncaptured and self._context.window is None
+        """Whether rounds of a batch are to start before the last one is read."""
+        return self._options.ahead and not self.uncaptured
 
     @property
     def num_bytes(self) -> int:

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 class HostRounds:
-    """The rounds of one `RaggedLoop` behind its prompts."""
+    """The rounds of one `RaggedLoop` behind its prompts.
+
+    Attributes:
+        one_by_one: why none starts before the last one is read.
+    """
+
+    one_by_one = "the host decides about tokens"
 
     def __init__(self, loop: "RaggedLoop"):
         self._loop, self._policy, self._rounds = loop, loop.policy, loop.rounds

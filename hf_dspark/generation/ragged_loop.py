@@ -112,13 +112,15 @@ class RaggedLoop:
         with torch.no_grad():
             self._prefill()
             # It knows the loop, so the loop does not keep it.
-            rounds = HostRounds(self) if self.warpers is None else DeviceRounds(self)
+            steps = HostRounds(self) if self.warpers is None else DeviceRounds(self)
+            if self.engine.runs_ahead and len(self.rows) > 1 and steps.one_by_one:
+                self.record.note(f"rounds do not run ahead, {steps.one_by_one}")
             try:
                 while active := self._active():
                     self._reserve(max(row.length for row in active), keep=True)
-                    rounds.run(active)
+                    steps.run(active)
             finally:
-                rounds.end()
+                steps.end()
         self.engine.texts = [row.held for row in self.rows]
         if self.streamer is not None:
             self.streamer.end()

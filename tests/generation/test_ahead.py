@@ -188,6 +188,26 @@ def test_rounds_without_drafts_follow_each_other_too(lagged, log):
     assert {bool(r.draft_tokens) for r in stats.rounds} == {True, False}
 
 
+def test_it_is_said_why_rounds_of_a_batch_do_not_run_ahead(log):
+    target, draft = pair()
+    exact, windowed = (ahead(copy.deepcopy(draft)) for _ in range(2))
+    exact.scheduler = PrefixScheduler(Dear())
+    windowed.context_window = hf_dspark.ContextWindow(sinks=1, recent=8)
+    watching = [lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)]
+    cases = [
+        (exact, {}, "the scheduler decides"), (windowed, {}, "a context window"),
+        (ahead(draft), {"stopping_criteria": watching}, "looks on"),
+        (draft, {"repetition_penalty": 1.3}, "the host decides"),
+    ]  # fmt: skip
+    for model, options, reason in cases:
+        stats = run(target, model, **options)[2]
+        assert "rounds do not run ahead" in stats.reason and reason in stats.reason
+        assert "run ahead" not in run(target, model, ROWS[:1], cache_implementation="static", **options)[2].reason
+    assert most_at_work(log) <= 1
+    for model in (draft, ahead(copy.deepcopy(exact), False)):
+        assert "run ahead" not in run(target, model)[2].reason
+
+
 def test_a_lone_row_and_rows_that_are_watched_do_not_run_ahead(log):
     target, draft = pair()
     ahead(draft)
