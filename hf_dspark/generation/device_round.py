@@ -1,10 +1,11 @@
 """Rounds of a call that the device decides: what a round brings, and how rounds follow each other.
 
 What the host does between two rounds keeps the device waiting. So it does what it can while the next round runs:
-always the statistics and what a lagged scheduler is told, and in a batch, if `FastPath.ahead` says so, everything. Then
-a round starts before the last one is read, and a row that ends with an end-of-text id runs one round more for nothing.
+always the statistics and what a lagged scheduler is told, and where rounds run *ahead*, everything. Then a round starts
+before the last one is read, and a row that ends with an end-of-text id runs one round more for nothing.
 """
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from .graphs import TURN, device_turn
+from .graphs import TURN
 from .record import CallRecord
 from .rounds import RoundOptions, Running
 
@@ -98,37 +99,39 @@ class DeviceRounds:
         self._untold: DeviceRound | None = None  # of which the scheduler does not know yet
         self._lanes: list[Row] = []  # the rows that the device has in the round that is read next, in order
         self._answered: float | None = None  # when the last round was there
-        self._host_seconds: list[float] = []  # that the device waited for the next one, while all rows ran
+        self._seconds = math.inf  # that it took
+        self._waited = 0.0  # seconds that the device waited for the host
+        self._host_seconds: list[float] = []  # before each round in which all rows ran
 
     def run(self, active: "list[Row]") -> None:
         """A round of the `active` rows, and those that may follow before it is read."""
         answered, self._answered, self._lanes = self._answered, None, active
         drafted = self._policy.should_draft()
         started = time.perf_counter()
-        if answered is not None and len(active) == len(self._loop.rows):
-            self._host_seconds.append(started - answered)
+        if answered is not None:
+            self._note_wait(active, started - answered)
         if drafted and self._decides_between:
             lines = self._loop.recorded(lambda: self._in_two_parts(active))
             self._commit(lines, True, started)
             return
-        with device_turn():
-            current = self._start(active, drafted, pending=self._untold is not None)
+        current: Started | None = self._start(active, drafted, pending=self._untold is not None)
+        while current is not None:
             self._catch_up()
-            while (following := self._follow(current)) is not None:
-                self._commit(current.running.wait(), current.drafted, current.at)
-                current = following
-                self._catch_up()
-            lines = current.running.wait()
-        self._commit(lines, current.drafted, current.at)
+            following = self._follow(current)
+            self._commit(current.running.wait(), current.drafted, current.at)
+            current = following
 
     def _why_one_by_one(self) -> str:
-        if self._watched:
-            return "a streamer or a criterion of the caller looks on"
         if self._decides_between:
             return "the scheduler decides between draft and verify"
         if self._loop.draft.context_window is not None:
             return "what a context window has let go does not come back for a row that has gone too far"
         return ""
+
+    def _note_wait(self, active: "list[Row]", seconds: float) -> None:
+        self._waited += seconds
+        if len(active) == len(self._loop.rows):
+            self._host_seconds.append(seconds)
 
     def end(self) -> None:
         """Note what is left, and for cost models how long the device waits for the host."""
@@ -154,18 +157,20 @@ class DeviceRounds:
 
     def _follow(self, current: Started) -> Started | None:
         """Start the round behind `current`, which is at work; `None` where that has to be read first."""
-        if self.one_by_one or TURN.is_wanted or not self._loop.engine.runs_ahead:
+        if self.one_by_one or not self._loop.engine.runs_ahead or not TURN.is_ours:
             return None
         running = [row for row in self._lanes if not row.transcript.stopped]
         rooms = [row.transcript.room for row in running]
-        # One of them must go on for sure; a lone row would lose more by a last round for nothing than it gains.
-        if len(running) < 2 or not any(room is None or room > self._kind.count + 1 for room in rooms):
+        # One of them must go on for sure, as far as lengths decide.
+        if not any(room is None or room > self._kind.count + 1 for room in rooms):
+            return None
+        # A lone row may lose a round for nothing, so the device has waited as long for the host before.
+        if len(running) == 1 and self._waited < self._seconds:
             return None
         # `current` makes rows longer than is known here, and rows that have ended go on for one more.
         if not self._loop.has_room(max(row.length for row in self._lanes) + 2 * (self._rounds.gamma + 1)):
             return None
-        if len(running) == len(self._loop.rows):
-            self._host_seconds.append(0.0)
+        self._note_wait(running, 0.0)
         return self._start(running, self._policy.should_draft(), pending=current.drafted)
 
     def _in_two_parts(self, active: "list[Row]") -> torch.Tensor:
@@ -173,15 +178,17 @@ class DeviceRounds:
         rounds, n = self._rounds, len(active)
         graphs = self._loop.engine.graphs(rounds)
         width = graphs.width(n)
-        c = rounds.propose(graphs, width, self._kind, meanwhile=self._catch_up)
-        lengths = self._policy.lengths(None if c is None else c[:n], [row.room for row in active])
+        proposed = rounds.propose(graphs, width, self._kind)
+        self._catch_up()
+        c = None if proposed is None else proposed.wait()[:n]
+        lengths = self._policy.lengths(c, [row.room for row in active])
         return rounds.conclude(graphs, width, lengths, self._kind)
 
     def _commit(self, lines: torch.Tensor, drafted: bool, started: float) -> None:
         """Add to the texts what a round has brought; `lines` as of `Rounds.run`."""
         answered = time.perf_counter()
         milliseconds = 1000 * (answered - max(started, self._answered or 0.0))
-        self._answered = answered
+        self._answered, self._seconds = answered, milliseconds / 1000
         gamma, lanes = self._rounds.gamma, self._lanes
         places = [i for i, row in enumerate(lanes) if not row.transcript.stopped]
         listed = lines[: len(lanes), : gamma + 3].tolist()

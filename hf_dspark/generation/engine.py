@@ -13,7 +13,7 @@ from transformers.utils import logging
 from ..context import common_length
 from ..modeling_dspark import DSparkForCausalLM
 from ..proposal import Proposer
-from ..scheduling.cost_model import REPEATS, CostModel
+from ..scheduling.cost_model import CostModel
 from ..target import share_vocabulary
 from . import fuse
 from .graphs import TURN, Graphs, RecordingFailed
@@ -30,7 +30,6 @@ MAX_ROWS = 64
 FIRST_SLOTS = 1024
 STEP = 64
 PREFILL_TOKENS = 16384  # activations of a prompt forward stay below this many tokens
-CAPTURED_REPEATS = 15  # of a cost; recorded rounds take milliseconds, of which the host's share varies
 
 
 @dataclass(frozen=True)
@@ -42,14 +41,15 @@ class FastPath:
         compile: compile decoder layers and draft layers with torch.compile.
         fuse_projections: compute query, key and value (and gate and up) projections of the target as one product. Their
             weights become views of one matrix; values and state dict stay as they are, `release` undoes it.
-        ahead: in a batch, start a recorded round before the last one is read, so that the device does not wait for the
-            host. Greedy texts are the same; samples are other draws of the same distribution, since rows change lanes.
+        ahead: start a recorded round before the last one is read, so that the device does not wait for the host.
+            Greedy texts are the same; samples of a batch are other draws of the same distribution, since rows change
+            lanes.
     """
 
     capture: bool = True
     compile: bool = True
     fuse_projections: bool = True
-    ahead: bool = False
+    ahead: bool = True
 
 
 class Engines:
@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether rounds of a batch are to start before the last one is read."""
+        """Whether rounds are to start before the last one is read."""
         return self._options.ahead and not self.uncaptured
 
     @property
@@ -192,11 +192,19 @@ class Engine:
                 yield
             finally:
                 self._holder = None
+                self._finish()  # what a call that was broken off has left
 
     def close(self) -> None:
-        """Give graphs and buffers back; a call at work keeps them until it ends."""
-        self._graphs = Graphs(self._idle, self._recording)
-        self._rounds, self._prompts = {}, {}
+        """Give graphs and buffers back; a call at work records its rounds anew."""
+        with TURN:
+            self._finish()
+            self._graphs = Graphs(self._idle, self._recording)
+            self._rounds, self._prompts = {}, {}
+
+    def _finish(self) -> None:
+        """Wait for the device."""
+        if self.proposer.draft.device.type == "cuda":
+            torch.cuda.synchronize(self.proposer.draft.device)
 
     def unfuse(self) -> None:
         """Make the weights of target and draft their own again; engines that still use them are built anew."""
@@ -331,10 +339,7 @@ class Engine:
         if num_rows not in self._costs:
             tokens = [num_rows * size for size in range(1, self.proposer.draft.config.num_draft_tokens + 2)]
             timer = EngineTimer(self, num_rows, context_length)
-            repeats = REPEATS if self.uncaptured else CAPTURED_REPEATS
-            self._costs[num_rows] = CostModel.measure(
-                timer, token_counts=tokens, row_counts=[num_rows], repeats=repeats
-            )
+            self._costs[num_rows] = CostModel.measure(timer, token_counts=tokens, row_counts=[num_rows])
         host = self.host_ms.get(num_rows)
         return self._costs[num_rows].with_host({num_rows: host} if host else {})
 

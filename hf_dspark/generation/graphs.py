@@ -1,8 +1,8 @@
 """CUDA graphs: a function of fixed buffers is recorded once and replayed as one launch."""
 
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,51 +12,49 @@ from .layout import bucket
 
 
 class Turn:
-    """A lock, to be entered again by its holder, that knows whether others wait for it."""
+    """Who may start device work: a lock, to be entered again by its holder.
+
+    It is given back while that work runs. On the same stream the next holder's work comes behind it anyway; on another
+    stream it waits for it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._waiting: set[int] = set()
+        self._depth = 0
+        self._thread: int | None = None  # that had the last turn
+        self._left: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     @property
-    def is_wanted(self) -> bool:
-        return bool(self._waiting)
+    def is_ours(self) -> bool:
+        """Whether the last turn was one of this thread."""
+        return self._thread == threading.get_ident()
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            thread = threading.get_ident()
-            try:
-                self._waiting.add(thread)
-                self._lock.acquire()
-            finally:
-                self._waiting.discard(thread)
+        self._lock.acquire()
+        self._depth += 1
+        self._thread = threading.get_ident()
+        if self._depth == 1 and self._left is not None:
+            (stream, event), own = self._left, torch.cuda.current_stream()
+            if own != stream:
+                own.wait_event(event)
 
     def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        try:
+            if self._depth == 1 and torch.cuda.is_initialized():
+                stream = torch.cuda.current_stream()
+                self._left = stream, stream.record_event()
+        finally:
+            self._depth -= 1
+            self._lock.release()
 
 
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
-# Held for device work and what is done meanwhile, never while code of a caller runs, but for a cost model.
+# Held while work is started, never while code of a caller runs.
 TURN = Turn()
 
 
 class RecordingFailed(RuntimeError):
     """A function could not be compiled or recorded. State is as before."""
-
-
-@contextmanager
-def device_turn() -> Iterator[None]:
-    """`TURN` until the device is through with what is started inside."""
-    with TURN:
-        at_work = True
-        try:
-            yield
-        except RecordingFailed:  # nothing is, and the stream of a capture that broke off might answer with an error
-            at_work = False
-            raise
-        finally:
-            if at_work and torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
 
 
 class Graphs:
@@ -76,30 +74,18 @@ class Graphs:
         self._failed: list[torch.cuda.CUDAGraph] = []
         self.enabled = False
 
-    def run(
-        self,
-        key: Hashable,
-        function: Callable[[], Any],
-        static: bool | None = True,
-        meanwhile: Callable[[], None] | None = None,
-        wait: bool = True,
-    ) -> Any:
+    def run(self, key: Hashable, function: Callable[[], Any], static: bool | None = True) -> Any:
         """What `function` returns; on a GPU the tensors are the graph's own and the next replay overwrites them.
 
         Args:
             key: of the recording.
             static: whether its shapes are worth a compilation of their own; `None` for none at all.
-            meanwhile: runs on the host while the device is busy and others wait for their turn, so it must be short.
-            wait: until the device is through. If not, the caller holds `TURN` until then.
 
         Raises:
             RecordingFailed: on the first use of a key.
         """
-        with device_turn() if wait else TURN:
-            outputs = self._run(key, function, static)
-            if meanwhile is not None:
-                meanwhile()
-        return outputs
+        with TURN:
+            return self._run(key, function, static)
 
     def _run(self, key: Hashable, function: Callable[[], Any], static: bool | None) -> Any:
         if not self.enabled:

@@ -113,8 +113,8 @@ class RaggedLoop:
             self._prefill()
             # It knows the loop, so the loop does not keep it.
             steps = HostRounds(self) if self.warpers is None else DeviceRounds(self)
-            if self.engine.runs_ahead and len(self.rows) > 1 and steps.one_by_one:
-                self.record.note(f"rounds do not run ahead, {steps.one_by_one}")
+            if self.engine.runs_ahead and steps.one_by_one:
+                self.record.note(f"rounds do not run ahead, {steps.one_by_one}", log=False)
             try:
                 while active := self._active():
                     self._reserve(max(row.length for row in active), keep=True)

@@ -17,7 +17,7 @@ from .. import confidence, kernels
 from ..compiling import compiled
 from ..modeling_dspark import BackboneOutput
 from ..proposal import Proposer, markov_walk
-from .graphs import Graphs, device_turn
+from .graphs import TURN, Graphs
 from .layout import (
     Blocks,
     Lanes,
@@ -62,24 +62,21 @@ class Verified(NamedTuple):
 
 
 class Running:
-    """A round at work on the device; what the host needs of it is on its way.
+    """A round, or a part of it, at work on the device; what the host needs of it is on its way.
 
     Args:
-        lines: [width, 2γ + 3] int32 on the device, see `Rounds.run`; the next replay may overwrite them.
+        result: a tensor on the device; the next replay may overwrite it.
     """
 
-    def __init__(self, lines: torch.Tensor):
-        self._lines = lines.to("cpu", non_blocking=lines.is_cuda, copy=True)
-        self._event = None
-        if lines.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(lines.device))
+    def __init__(self, result: torch.Tensor):
+        self._result = result.to("cpu", non_blocking=result.is_cuda, copy=True)
+        self._event = torch.cuda.current_stream(result.device).record_event() if result.is_cuda else None
 
     def wait(self) -> torch.Tensor:
-        """The lines, once they are there."""
+        """The result on the host, once it is there."""
         if self._event is not None:
             self._event.synchronize()
-        return self._lines
+        return self._result
 
 
 class Rounds:
@@ -147,11 +144,10 @@ class Rounds:
             [width, 2γ + 3] int32 on the host, lane by lane: drafts, the target's own token, accepted, verified, and the
             bits of c_k (0 without a confidence head).
         """
-        with device_turn():
-            return self.start(graphs, width, options, num_tokens).wait()
+        return self.start(graphs, width, options, num_tokens).wait()
 
     def start(self, graphs: Graphs, width: int, options: RoundOptions, num_tokens: int | None = None) -> Running:
-        """`run` without waiting for the device; the caller holds `TURN` until it has."""
+        """`run` without waiting for the device."""
         size = whole = width * (options.count + 1)
         if num_tokens is not None:
             size = min(whole, self._flat_size(num_tokens, width) if graphs.enabled else num_tokens)
@@ -159,7 +155,8 @@ class Rounds:
         key = ("round", self.num_rows, width, size, options, self.warpers.kind)
         static = self._static(width) and not shared
         function = partial(self._round, width, options, size, shared, graphs.enabled)
-        return Running(graphs.run(key, function, static, wait=False))
+        with TURN:
+            return Running(graphs.run(key, function, static))
 
     def _round(self, width: int, options: RoundOptions, size: int, shared: bool, recorded: bool) -> torch.Tensor:
         proposed = self._propose(width, options, recorded)
@@ -197,10 +194,8 @@ class Rounds:
 
     # ---- the same in two parts, for lengths that a scheduler chooses in between
 
-    def propose(
-        self, graphs: Graphs, width: int, options: RoundOptions, meanwhile: Callable[[], None] | None = None
-    ) -> torch.Tensor | None:
-        """Draft a block in every lane. Returns c_k [width, γ] on the host, or `None` without confidence head."""
+    def propose(self, graphs: Graphs, width: int, options: RoundOptions) -> Running | None:
+        """Draft a block in every lane. Returns c_k [width, γ], or `None` without confidence head."""
 
         def function() -> tuple[Proposed, torch.Tensor, torch.Tensor | None]:
             proposed = self._propose(width, options, graphs.enabled)
@@ -209,8 +204,8 @@ class Rounds:
             return proposed, self.lengths.clone(), c
 
         key = ("propose", self.num_rows, width, options, self.warpers.kind)
-        self._proposed, self._before, self._c = graphs.run(key, function, self._static(width), meanwhile)
-        return None if self._c is None else self._c.cpu()
+        self._proposed, self._before, self._c = graphs.run(key, function, self._static(width))
+        return None if self._c is None else Running(self._c)
 
     def conclude(self, graphs: Graphs, width: int, lengths: list[int], options: RoundOptions) -> torch.Tensor:
         """Verify `lengths[i]` drafts of each lane with a row; returns what `run` returns."""

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import types
 
 import pytest
 import test_chi_squared as chi
@@ -11,9 +12,10 @@ from transformers import TextStreamer
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation import engine
+from hf_dspark.generation import device_round, engine
+from hf_dspark.generation.device_round import DeviceRounds
 from hf_dspark.generation.engine import Engine, FastPath, engine_of
-from hf_dspark.generation.graphs import Graphs, RecordingFailed, Turn
+from hf_dspark.generation.graphs import TURN, Graphs, RecordingFailed, Turn
 from hf_dspark.generation.rounds import Rounds, Running
 from hf_dspark.scheduling.scheduler import PrefixScheduler
 
@@ -27,9 +29,7 @@ class Overwriting(Graphs):
         super().__init__(*args)
         self.kept: dict = {}
 
-    def run(self, key, function, static=True, meanwhile=None, wait=True):
-        if meanwhile is not None:
-            meanwhile()
+    def run(self, key, function, static=True):
         outputs = function()
         if key[0] != "round":
             return outputs
@@ -41,8 +41,8 @@ class Overwriting(Graphs):
 @pytest.fixture
 def log(monkeypatch):
     """What happened: "start" of a round, "read" of its results."""
-    seen, start, wait = [], Rounds.start, Running.wait
-    monkeypatch.setattr(Rounds, "start", lambda self, *args: (seen.append("start"), start(self, *args))[1])
+    seen, start, wait = [], Running.__init__, Running.wait
+    monkeypatch.setattr(Running, "__init__", lambda self, *args: (seen.append("start"), start(self, *args))[1])
     monkeypatch.setattr(Running, "wait", lambda self: (seen.append("read"), wait(self))[1])
     monkeypatch.setattr(engine, "Graphs", Overwriting)
     monkeypatch.setattr(Engine, "_why_uncaptured", lambda self, *pair: "" if self._options.capture else "as asked")
@@ -188,38 +188,85 @@ def test_rounds_without_drafts_follow_each_other_too(lagged, log):
     assert {bool(r.draft_tokens) for r in stats.rounds} == {True, False}
 
 
-def test_it_is_said_why_rounds_of_a_batch_do_not_run_ahead(log):
+def test_it_is_said_why_rounds_do_not_run_ahead(log):
     target, draft = pair()
     exact, windowed = (ahead(copy.deepcopy(draft)) for _ in range(2))
     exact.scheduler = PrefixScheduler(Dear())
     windowed.context_window = hf_dspark.ContextWindow(sinks=1, recent=8)
-    watching = [lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)]
     cases = [
         (exact, {}, "the scheduler decides"), (windowed, {}, "a context window"),
-        (ahead(draft), {"stopping_criteria": watching}, "looks on"),
-        (draft, {"repetition_penalty": 1.3}, "the host decides"),
+        (ahead(draft), {"repetition_penalty": 1.3}, "the host decides"),
     ]  # fmt: skip
     for model, options, reason in cases:
-        stats = run(target, model, **options)[2]
-        assert "rounds do not run ahead" in stats.reason and reason in stats.reason
-        assert "run ahead" not in run(target, model, ROWS[:1], cache_implementation="static", **options)[2].reason
+        for rows in (ROWS, ROWS[:1]):
+            stats = run(target, model, rows, cache_implementation="static", **options)[2]
+            assert "rounds do not run ahead" in stats.reason and reason in stats.reason
     assert most_at_work(log) <= 1
     for model in (draft, ahead(copy.deepcopy(exact), False)):
         assert "run ahead" not in run(target, model)[2].reason
 
 
-def test_a_lone_row_and_rows_that_are_watched_do_not_run_ahead(log):
-    target, draft = pair()
-    ahead(draft)
-    run(target, draft, ROWS[:1], cache_implementation="static")
-    run(target, draft, ROWS[:1], cache_implementation="static", streamer=TextStreamer(Words()))
-    run(target, draft, stopping_criteria=[lambda ids, scores, **kwargs: torch.zeros(len(ids), dtype=torch.bool)])
-    assert most_at_work(log) == 1
+def at_work(log):
+    return log.count("start") - log.count("read")
 
 
 class Words:
     def decode(self, ids, **options):
         return " ".join(map(str, ids))
+
+
+def test_streamers_and_criteria_look_on_while_the_next_round_runs(log, capsys):
+    """They see what they see in rounds one by one, and no lock is held."""
+    target, draft = pair()
+    seen, free = [], []
+
+    class Streamer(TextStreamer):
+        def put(self, value):
+            seen.append((value.tolist(), len(stats.rounds)))
+            free.append((at_work(log), TURN._depth))
+
+    def watching(ids, scores, **kwargs):
+        seen.append(ids.tolist())
+        free.append((at_work(log), TURN._depth))
+        return ids[:, -1] == end
+
+    end = endings(target)[1]
+    for options in ({"streamer": Streamer(Words())}, {"stopping_criteria": [watching]}):
+        rows = ROWS[:1] if "streamer" in options else ROWS
+        found = {}
+        for is_on in (False, True):
+            seen.clear(), free.clear(), log.clear()
+            ahead(draft, is_on)
+            with hf_dspark.record() as stats:
+                ids = target.generate(
+                    **checks.batch(rows), assistant_model=draft, max_new_tokens=48, do_sample=False, pad_token_id=0,
+                    cache_implementation="static", **options,
+                )  # fmt: skip
+            found[is_on] = ids.tolist(), list(seen)
+            assert {depth for _, depth in free} == {0} and max(count for count, _ in free) == is_on
+        assert found[True] == found[False] and len(seen) > 10
+
+
+def test_a_lone_row_runs_ahead_when_the_device_has_waited_for_a_round(log, monkeypatch):
+    """An end-of-text id makes the last round one for nothing; by then as much has been won, or could have been."""
+    target, draft = pair()
+    now, wait, commit = [0.0], Running.wait, DeviceRounds._commit
+
+    def waiting(self):
+        now[0] += 1
+        return wait(self)
+
+    def committing(self, *args):
+        commit(self, *args)
+        now[0] += 0.3
+
+    monkeypatch.setattr(device_round, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Running, "wait", waiting)
+    monkeypatch.setattr(DeviceRounds, "_commit", committing)
+    run(target, ahead(draft), ROWS[:1], cache_implementation="static", max_new_tokens=48)
+    found = "".join(what[0] for what in log)
+    # Three waits of 0.3 are not worth a round, four are.
+    assert found.startswith("sr" * 4 + "ss") and most_at_work(log) == 2
 
 
 def test_caches_do_not_grow_under_a_round_at_work(log, monkeypatch):
@@ -256,34 +303,35 @@ def test_caches_do_not_grow_under_a_round_at_work(log, monkeypatch):
     assert most_at_work(log) == 2
 
 
-def test_a_thread_that_waits_gets_its_turn(log, monkeypatch):
-    """While somebody waits for the device, rounds are read one by one, and the device is free in between."""
+def test_a_thread_that_comes_between_gets_its_turns(log, monkeypatch):
+    """While another thread uses the device too it is busy anyway, and rounds are read one by one."""
     target, draft = pair()
     plain = target.generate(**checks.batch(ROWS), max_new_tokens=24, do_sample=False, pad_token_id=0)
-    monkeypatch.setattr(Turn, "is_wanted", property(lambda self: log.count("start") > 3))
+    monkeypatch.setattr(Turn, "is_ours", property(lambda self: log.count("start") <= 3))
     assert run(target, ahead(draft))[0] == plain.tolist()
     assert log[:6] == ["start", "start", "read", "start", "read", "start"]
     assert log[6:9] == ["read", "read", "start"]
     assert "".join(what[0] for what in log[8:]) == "sr" * (len(log[8:]) // 2)
 
 
-def test_turn_knows_who_waits():
+def test_turn_knows_who_had_it():
     turn, entered = Turn(), threading.Event()
 
     def enter():
         with turn:
             entered.set()
 
+    assert not turn.is_ours
     with turn, turn:
-        assert not turn.is_wanted
         thread = threading.Thread(target=enter)
         thread.start()
-        while not turn.is_wanted:
-            pass
-        assert not entered.is_set()
+        assert turn.is_ours and not entered.wait(0.05)
     assert entered.wait(5)
     thread.join()
-    assert not turn.is_wanted
+    assert not turn.is_ours
+    with pytest.raises(ZeroDivisionError), turn:
+        raise ZeroDivisionError
+    assert turn.is_ours and turn._depth == 0
 
 
 def test_a_recording_that_fails_while_a_round_is_at_work(log, monkeypatch):

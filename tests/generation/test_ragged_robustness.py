@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -20,7 +19,7 @@ from transformers import (
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation import device_round, engine, fuse, ragged_cache
+from hf_dspark.generation import device_round, engine, fuse, graphs, ragged_cache, rounds, timing
 from hf_dspark.generation.engine import Engine, FastPath, engine_of
 from hf_dspark.generation.graphs import Graphs, RecordingFailed, Turn
 
@@ -180,7 +179,7 @@ def test_allowed_tokens_of_each_row():
 class CommitsFail(Graphs):
     """A device on which one of the recordings does not succeed, for want of memory."""
 
-    def run(self, key, function, static=True, meanwhile=None, wait=True):
+    def run(self, key, function, static=True):
         if self.enabled and key[0] == "commit":
             raise RecordingFailed("out of memory")
         return function()
@@ -281,7 +280,7 @@ def test_another_default_device():
 def own_turn(monkeypatch):
     """Threads that never end must not keep the lock of other tests."""
     lock = Turn()
-    for module in (device_round, engine, sys.modules["hf_dspark.generation.graphs"]):
+    for module in (device_round, engine, graphs, rounds, timing):
         monkeypatch.setattr(module, "TURN", lock)
 
 

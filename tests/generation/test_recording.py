@@ -39,9 +39,7 @@ class Rehearsal(Graphs):
 
     shapes: dict = {}
 
-    def run(self, key, function, static=True, meanwhile=None, wait=True):
-        if meanwhile is not None:
-            meanwhile()
+    def run(self, key, function, static=True):
         if not self.enabled:
             return function()
         with self._idle(), self._prepared(static):
@@ -336,7 +334,7 @@ def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
     draft = tiny.random_draft(target, taps=(-1, 0))
     failed = []
 
-    def run(self, key, function, static=True, meanwhile=None, wait=True):
+    def run(self, key, function, static=True):
         compiles = static is not None and engine.engine_of(target, draft)._compiled is not None
         if self.enabled and compiles:
             failed.append(key)

@@ -2,14 +2,18 @@
 
 import copy
 import random
+import threading
+import time
 
 import pytest
 import torch
 from family_files import some_ids, speculators_files
+from transformers.generation.streamers import BaseStreamer
 
 import checks
 import hf_dspark
 import tiny
+from hf_dspark.generation.device_round import DeviceRounds
 from hf_dspark.generation.engine import FastPath
 
 pytestmark = [
@@ -40,7 +44,7 @@ FAST_PATHS = {
     "whole": FastPath(),
     "eager layers": FastPath(compile=False, fuse_projections=False),
     "uncaptured": FastPath(capture=False),
-    "ahead": FastPath(compile=False, fuse_projections=False, ahead=True),
+    "one by one": FastPath(compile=False, fuse_projections=False, ahead=False),
 }
 
 
@@ -101,10 +105,10 @@ def test_recorded_samples_equal_uncaptured_ones(options, name):
 def test_rounds_that_run_ahead_equal_plain(scheduled):
     """Rows end at different times, by end-of-text ids that the device does not know; calls follow each other."""
     target, draft = pair("qwen3", "scripted")
-    draft.fast_path = FAST_PATHS["ahead"]
     if scheduled:
         draft = copy.deepcopy(tiny.random_draft(tiny.random_target("qwen3"), confidence="markov")).cuda()
-        draft.fast_path, draft.scheduler = FAST_PATHS["ahead"], "auto"
+        draft.scheduler = "auto"
+    draft.fast_path = FAST_PATHS["eager layers"]
     for rows, end in ((16, None), (5, 17), (64, 23), (7, 40), (2, 9)):
         ids, mask = padded_batch(random.Random(rows), rows)
         options = {"max_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
@@ -114,6 +118,74 @@ def test_rounds_that_run_ahead_equal_plain(scheduled):
         )
         assert torch.equal(output.sequences, plain), (rows, end)
         assert output.speculation.captured, output.speculation.reason
+
+
+class Slow(BaseStreamer):
+    """Keeps what it is given, longer than a round takes."""
+
+    def __init__(self):
+        self.ids = []
+
+    def put(self, value):
+        self.ids += value.flatten().tolist()
+        time.sleep(0.003)
+
+    def end(self):
+        pass
+
+
+def test_a_lone_row_runs_ahead_of_its_streamer(monkeypatch):
+    """The streamer sees the text of plain generate, with end-of-text ids that the device does not know, twice over."""
+    target, draft = pair("qwen3", "scripted")
+    draft.fast_path = FAST_PATHS["eager layers"]
+    followed, follow = [], DeviceRounds._follow
+    monkeypatch.setattr(DeviceRounds, "_follow", lambda *args: followed.append(follow(*args)) or followed[-1])
+    for seed, end in ((0, None), (1, 17), (2, 23), (3, 40), (0, None)):
+        ids, _ = padded_batch(random.Random(seed), 1)
+        options = {"max_new_tokens": 80, "do_sample": False, "pad_token_id": 0, "eos_token_id": end}
+        plain = target.generate(ids, **options)
+        streamer = Slow()
+        found = target.generate(ids, assistant_model=draft, cache_implementation="static", streamer=streamer, **options)
+        assert torch.equal(found, plain) and streamer.ids == plain[0].tolist()
+    assert sum(f is not None for f in followed) > 20
+
+
+def test_threads_on_streams_of_their_own():
+    """Each waits on the device for what the other has left there; recordings come in between."""
+    found, errors = {}, []
+
+    def work(name: str, target, draft, batches: list) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i, (ids, mask) in enumerate(batches):
+                    found[name, i] = target.generate(
+                        ids, attention_mask=mask, assistant_model=draft, max_new_tokens=60, do_sample=False,
+                        pad_token_id=0,
+                    )  # fmt: skip
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    threads, expected = [], {}
+    for name, draft_name in (("a", "scripted"), ("b", "random")):
+        target, draft = pair("qwen3", draft_name)
+        draft.fast_path = FAST_PATHS["eager layers"]
+        batches = [padded_batch(random.Random(f"{name}{i}"), rows) for i, rows in enumerate((3, 1, 6, 2, 3))]
+        batches = [batch for batch in batches if len(batch[0]) > 1]
+        for i, (ids, mask) in enumerate(batches):
+            expected[name, i] = target.generate(
+                ids, attention_mask=mask, max_new_tokens=60, do_sample=False, pad_token_id=0
+            )
+        threads.append(threading.Thread(target=work, args=(name, target, draft, batches)))
+    torch.cuda.synchronize()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert not errors, errors
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
 def test_processors_between_the_graphs():
