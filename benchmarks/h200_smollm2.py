@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from cpu_smollm2 import SETS, read_prompts
 from h200 import environment, synchronize
+from transformers import TextStreamer
 
 import hf_dspark
 
@@ -69,6 +70,33 @@ def measure(target, draft, tokenizer, prompts: list[str], repeats: int) -> dict:
     return result | {"identical": sum(same), "prompts": len(prompts), "new_tokens": NEW, "repeats": repeats}
 
 
+class Printer(TextStreamer):
+    """Decodes as it would print, to nobody."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        pass
+
+
+def measure_ahead(target, draft, tokenizer, prompts: list[str], repeats: int) -> dict[str, dict[str, float]]:
+    """Tokens a second with rounds ahead and one by one, with and without a streamer; medians over prompts and calls."""
+    speeds: dict[str, dict[str, list[float]]] = {"no streamer": {}, "TextStreamer": {}}
+    for kind in ("ahead", "one by one"):
+        draft.fast_path = hf_dspark.FastPath(ahead=kind == "ahead")
+        for repeat in range(repeats + 1):
+            for prompt in prompts:
+                messages = [{"role": "user", "content": prompt}]
+                options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+                inputs = tokenizer.apply_chat_template(messages, **options).to(target.device)
+                for name, found in speeds.items():
+                    streamer = None if name == "no streamer" else Printer(tokenizer, skip_prompt=True)
+                    given = {"assistant_model": draft, "cache_implementation": "static", "streamer": streamer}
+                    seconds, _ = call(target, inputs, given)
+                    if repeat:  # the first one compiles
+                        found.setdefault(kind, []).append(NEW / seconds)
+    draft.fast_path = None
+    return {name: {kind: statistics.median(values) for kind, values in row.items()} for name, row in speeds.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", type=Path, required=True)
@@ -91,6 +119,10 @@ def main() -> None:
         result["sets"][name] = measure(target, draft, tokenizer, prompts, arguments.repeats)
         print(name, result["sets"][name], flush=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    prompts = read_prompts(arguments.prompts, SETS[0], arguments.num_prompts)
+    result["ahead"] = measure_ahead(target, draft, tokenizer, prompts, arguments.repeats)
+    print(result["ahead"], flush=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -69,6 +69,13 @@ def pair_start(report: dict) -> str:
     return f"Before that: `hf_dspark.warmup` {warmup:.0f} s, a first call of every method {calls:.0f} s in all."
 
 
+def ahead_table(report: dict) -> str:
+    """Rounds that start before the last one is read, against rounds one by one."""
+    kinds = list(next(iter(report["ahead"].values())))
+    rows = [[name, *(f"{row[kind]:.0f}" for kind in kinds)] for name, row in report["ahead"].items()]
+    return table(["streamer", *(f"{kind}, tok/s" for kind in kinds)], rows)
+
+
 # ---- rounds
 
 
@@ -210,6 +217,9 @@ def sections(pair: dict | None, shapes: Shapes) -> list[str]:
     parts = []
     if pair:
         parts += ["## The embedded pair on a GPU", pair_setting(pair), pair_table(pair), pair_start(pair)]
+        if "ahead" in pair:
+            text = "The ragged path on prompts of the first set, rounds one by one or ahead; the streamer prints to nobody."
+            parts += ["### Ahead", text, ahead_table(pair)]
     if shapes:
         order = (
             "Rows of a shape stand in the order of measurement, in one process: a first round compiles and records, "

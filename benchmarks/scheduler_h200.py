@@ -6,7 +6,7 @@
 smollm2: the embedded pair on real prompts (FOLDER as for cpu_smollm2.py). 8b: Qwen3-8B's shape with random weights,
 whose confidence and acceptance a script draws: c_k of a round from one of four levels, then each draft is accepted with
 probability c_k, so the confidence is calibrated and rows differ as texts do. All answers have the same number of
-tokens; methods take turns in random order.
+tokens; methods take turns, each in every place of the order equally often.
 """
 
 import argparse
@@ -62,13 +62,15 @@ def scripted_confidence(gamma: int, device: str) -> Iterator[Callable[[], object
 
 
 def measure(target, draft, inputs: dict, lengths: list[int], new: int, repeats: int, restart=lambda: None) -> dict:
-    """Of every call of each method, in random order within a repeat: seconds, those in rounds, τ and drafts verified a
-    row and round."""
+    """Of every call of each method: seconds, those in rounds, τ and drafts verified a row and round."""
     methods = [(f"fixed {n}", n, None) for n in lengths] + [("auto", None, "auto")]
     rows: dict[str, dict[str, list[float]]] = {name: {} for name, *_ in methods}
-    order = random.Random(0)
+    order = random.Random(len(inputs["input_ids"]))
     for repeat in range(repeats + 1):
-        for name, count, scheduler in order.sample(methods, len(methods)):
+        place = (repeat - 1) % len(methods)
+        if place == 0:
+            order.shuffle(methods)
+        for name, count, scheduler in methods[place:] + methods[:place]:
             draft.scheduler = scheduler
             options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
             restart()
@@ -137,7 +139,6 @@ def main() -> None:
     parser.add_argument("--lengths", default="1,3,5,7")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--ahead", action="store_true", help="rounds start before the last one is read")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,9 +153,7 @@ def main() -> None:
         target = target_of(SHAPES[arguments.pair], device, dtype)
         draft = draft_of(SHAPES[arguments.pair], device, dtype).attach_target(target)
         inputs = [{"input_ids": torch.randint(1, 500, (batch, 512), device=device)} for batch in batches]
-    draft.fast_path = hf_dspark.FastPath(ahead=arguments.ahead)
     result = {"environment": environment(), "pair": arguments.pair, "new_tokens": arguments.new_tokens}
-    result["ahead"] = arguments.ahead
     result |= {"repeats": arguments.repeats, "confidence_levels": LEVELS if arguments.pair != "smollm2" else None}
     result |= {"batches": [], "costs": {}}
 
