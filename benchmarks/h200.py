@@ -21,7 +21,7 @@ from h200_pairs import SHAPES, draft_of, scripted, target_of
 
 import hf_dspark
 from hf_dspark.evaluation.floor import byte_floor, copy_bandwidth
-from hf_dspark.generation.engine import engine_of
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.graphs import Graphs
 from hf_dspark.generation.layout import bucket, plan_verify
 from hf_dspark.generation.rounds import RoundOptions

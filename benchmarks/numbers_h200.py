@@ -218,7 +218,7 @@ def sections(pair: dict | None, shapes: Shapes) -> list[str]:
     if pair:
         parts += ["## The embedded pair on a GPU", pair_setting(pair), pair_table(pair), pair_start(pair)]
         if "ahead" in pair:
-            text = "The ragged path, prompts of the first set, rounds one by one or ahead; the streamer prints to nobody."
+            text = "The ragged path, prompts of the first set, rounds ahead or one by one; the streamer is silent."
             parts += ["### Ahead", text, ahead_table(pair)]
     if shapes:
         order = (

@@ -65,10 +65,10 @@ def schedulers(random_pair: dict, embedded_pair: dict) -> list[str]:
         'turn. `auto` is `draft.scheduler = "auto"`; "verifies" counts drafts a row and round.',
         f"Qwen3-8B's shape with random weights, 512 prompt tokens and {random_pair['new_tokens']} new ones a row, "
         f"{random_pair['repeats']} calls. Confidence is drawn from four levels and drafts are accepted with that "
-        "probability, so it is calibrated.",
+        "probability, so it is calibrated." + (f" {random_pair['note']}." if "note" in random_pair else ""),
         scheduler_table(random_pair),
         f"The embedded pair on chat prompts, {embedded_pair['new_tokens']} new tokens in each row, "
-        f"{embedded_pair['repeats']} calls." + (f" {embedded_pair['note']}." if "note" in embedded_pair else ""),
+        f"{embedded_pair['repeats']} calls; a ratio is the median over repeats.",
         scheduler_table(embedded_pair),
     ]
 

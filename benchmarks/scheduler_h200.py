@@ -25,7 +25,7 @@ from h200 import environment, synchronize
 from h200_pairs import SHAPES, draft_of, target_of
 
 import hf_dspark
-from hf_dspark.generation.engine import engine_of
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.layout import bucket
 from hf_dspark.generation.rounds import Rounds
 from hf_dspark.proposal import Proposer

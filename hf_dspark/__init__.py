@@ -23,7 +23,8 @@ from .context import ContextWindow
 from .default_pair import load_default_pair
 from .generation import hook
 from .generation.candidate_generator import DSparkCandidateGenerator
-from .generation.engine import FastPath, release
+from .generation.engine import FastPath
+from .generation.engines import release
 from .generation.logits_process import MarkovLogitsProcessor
 from .generation.record import Round, SpeculationStats, record
 from .generation.warmup import warmup

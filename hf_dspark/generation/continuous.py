@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from .. import kernels
 from ..compiling import many_shapes
-from .graphs import Graphs, RecordingFailed
-from .path import why_not_target
+from .graphs import Graphs, RecordingFailed, current
+from .pair import why_not_target
 from .ragged_cache import FlatTokens, RaggedCache
 from .twin import Twin
 
@@ -54,7 +54,7 @@ class ContinuousDecoder:
         self._temperature = torch.ones(num_rows, device=device)
         self._seed = torch.zeros(1, dtype=torch.long, device=device)
         self._graphs = Graphs(self._idle, self._compiled)
-        with torch.no_grad():
+        with torch.no_grad(), current(device):
             self._step(False)  # makes the stores, which a recording must find
         self._graphs.enabled = device.type == "cuda" if captured is None else captured
         self._plain_forwards = [layer.forward for layer in self._twin.layers]
@@ -104,8 +104,9 @@ class ContinuousDecoder:
             at_work |= new
             if not at_work:
                 return found
-            for _ in range(STEPS):
-                self._run(samples)
+            with current(self._ids.device):
+                for _ in range(STEPS):
+                    self._run(samples)
             for row, ids in self._ended(list(at_work)):
                 i = at_work.pop(row)
                 found[i] = ids[len(texts[i]) :]

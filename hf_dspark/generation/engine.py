@@ -1,7 +1,6 @@
 """`Engine`: what the ragged path keeps of a pair between calls. Twins, caches, graphs; grown when needed, released."""
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from ..proposal import Proposer
 from ..scheduling.cost_model import CostModel
 from ..target import share_vocabulary
 from . import fuse
-from .graphs import TURN, Graphs, RecordingFailed
+from .graphs import TURN, Graphs, RecordingFailed, current
+from .pair import fingerprint, own_hooks
 from .prompts import Prompts, pack
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
 from .rounds import Rounds
 from .timing import EngineTimer
-from .twin import Twin, draft_twin, fingerprint, own_hooks
+from .twin import Twin, draft_twin
 
 logger = logging.get_logger(__name__)
 
@@ -50,65 +50,6 @@ class FastPath:
     compile: bool = True
     fuse_projections: bool = True
     ahead: bool = True
-
-
-class Engines:
-    """The engines of one draft, by target. Copies of the draft start without any."""
-
-    _all: "weakref.WeakSet[Engines]" = weakref.WeakSet()
-    # Building and releasing move weights that several engines may share.
-    _building = threading.RLock()
-
-    def __init__(self) -> None:
-        self.of_target: dict[int, Engine] = {}
-        Engines._all.add(self)
-
-    def __deepcopy__(self, memo: dict) -> "Engines":
-        return Engines()
-
-    def __reduce__(self) -> tuple:
-        return Engines, ()
-
-    @torch.no_grad()
-    def get(self, target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
-        """The engine of the pair; a new one when the modules of either have been exchanged."""
-        options = draft.fast_path or FastPath()
-        with Engines._building:
-            engine = self.of_target.get(id(target))
-            if engine is None or not engine.fits(target, draft, options):
-                if engine is not None:
-                    engine.close()
-                is_first, engine = engine is None, Engine(target, draft, options)
-                self.of_target[id(target)] = engine
-                if is_first:
-                    weakref.finalize(target, Engines._forget, weakref.ref(self), id(target))
-            return engine
-
-    @staticmethod
-    def _forget(reference: "weakref.ref[Engines]", target_id: int) -> None:
-        if (engines := reference()) is not None:
-            engines.of_target.pop(target_id, None)
-
-    def release(self, target: PreTrainedModel | None) -> None:
-        with Engines._building:
-            keys = list(self.of_target) if target is None else [id(target)] * (id(target) in self.of_target)
-            for key in keys:
-                engine = self.of_target.pop(key)
-                engine.close()
-                engine.unfuse()
-
-
-def engine_of(target: PreTrainedModel, draft: DSparkForCausalLM) -> "Engine":
-    """The engine of a pair, kept at the draft and gone with it or with the target."""
-    if "_engines" not in vars(draft):
-        draft._engines = Engines()
-    return draft._engines.get(target, draft)
-
-
-def release(target: PreTrainedModel | None = None) -> None:
-    """Free the caches and graphs of the fast path: of one target's pairs, or of all. The next call builds them anew."""
-    for engines in list(Engines._all):
-        engines.release(target)
 
 
 class Engine:
@@ -186,7 +127,7 @@ class Engine:
     @contextmanager
     def held(self) -> Iterator[None]:
         """The engine for one call; other threads wait."""
-        with self._lock:
+        with self._lock, current(self.proposer.draft.device):
             self._holder = threading.get_ident()
             try:
                 yield

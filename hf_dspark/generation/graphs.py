@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,6 +52,17 @@ class Turn:
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
 # Held while work is started, never while code of a caller runs.
 TURN = Turn()
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Make a device the current one: Triton's kernels and recordings go there, whatever their tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """For all recordings of a device; torch's own stream belongs to the first device that recorded."""
+    return torch.cuda.Stream(device)
 
 
 class RecordingFailed(RuntimeError):
@@ -107,7 +119,7 @@ class Graphs:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             try:
                 # Other threads may allocate meanwhile.
-                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, self._pool, _recording_stream(stream.device), "thread_local"):
                     outputs = function()
             except BaseException:
                 torch.cuda.set_stream(stream)  # a capture that broke off leaves its own

@@ -14,7 +14,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .engine import Engine, engine_of
+from .engine import Engine
+from .engines import engine_of
 from .loop import PlainLoop
 from .options import GIVEN_BY_CALLER, KEEPS_ROWS, draft_options, given_as_filled, refuse
 from .path import (
@@ -147,7 +148,7 @@ def decode(
 
 def _engine(target, draft, *call) -> tuple[Engine | None, str | None]:
     """The engine of the pair, or why it cannot serve this call."""
-    why_not = why_not_ragged(target, draft, *call)
+    why_not = why_not_ragged(*call)
     if why_not is None:
         try:
             engine = engine_of(target, draft)

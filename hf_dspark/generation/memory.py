@@ -11,7 +11,7 @@ from ..configuration_dspark import DSparkConfig
 from ..target import check_pair
 from .engine import whole_slots
 from .layout import bucket
-from .path import why_not_target
+from .pair import why_not_target
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticCache
 
 from .._compat import CACHE_KEY
-from ..layers import is_plain
 from ..modeling_dspark import DSparkForCausalLM
 from .engine import MAX_ROWS
 from .recurrent import has_recurrent_layers, why_not_rewound
@@ -18,7 +17,6 @@ STATIC_ASKED, CACHE_GIVEN = "_dspark_static", "_dspark_cache_given"
 # Arguments of the target's forward that the ragged path makes itself.
 UNDERSTOOD = {"attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", CACHE_KEY}
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 STATEFUL_PROCESSORS = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
@@ -27,13 +25,9 @@ def wants_ragged(input_ids: torch.Tensor, generation_config: GenerationConfig) -
 
 
 def why_not_ragged(
-    target: PreTrainedModel,
-    draft: DSparkForCausalLM,
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
+    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """What the ragged path cannot honour in this call; `None` when it can."""
+    """What of a call the ragged path cannot honour; `None` when it can, if the pair allows it."""
     if input_ids.shape[0] > MAX_ROWS:
         return f"the ragged path holds up to {MAX_ROWS} rows, this batch has {input_ids.shape[0]}"
     if getattr(generation_config, CACHE_GIVEN, False):
@@ -49,7 +43,7 @@ def why_not_ragged(
         return "the ragged path reads token ids, not embeddings"
     if others := [name for name in others if not _says_nothing(name, model_kwargs[name])]:
         return f"the ragged path does not know the model argument `{others[0]}`"
-    return _why_not_inputs(input_ids, model_kwargs) or why_not_pair(target, draft)
+    return _why_not_inputs(input_ids, model_kwargs)
 
 
 def _says_nothing(name: str, value: Any) -> bool:
@@ -74,42 +68,6 @@ def _why_not_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> st
     if positions.shape[-2:] != expected.shape or not (positions.eq(expected) | real.eq(0).to(positions.device)).all():
         return "the ragged path counts positions from 0 at the first real token"
     return None
-
-
-def why_not_pair(target: PreTrainedModel, draft: DSparkForCausalLM) -> str | None:
-    """What of a pair the ragged path cannot honour, as far as it shows before the twins are made."""
-    if why_not := why_not_target(target):
-        return why_not
-    devices = {tensor.device for model in (target, draft) for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) > 1:
-        return f"the ragged path needs target and draft on one device, not on {', '.join(sorted(map(str, devices)))}"
-    if draft.markov_head is not None and not is_plain(draft.markov_head.markov_w2):
-        return "the ragged path needs the Markov head as plain weights"
-    return None
-
-
-def why_not_target(target: PreTrainedModel) -> str | None:
-    """What of a target the ragged path cannot honour; its weights are not looked at."""
-    text = target.config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ()) - LAYER_TYPES
-    if kinds:
-        return f"the ragged path has no {', '.join(sorted(kinds))} layers"
-    if getattr(text, "num_kv_shared_layers", 0):
-        return "the ragged path has no layers that share keys and values"
-    if target.training:
-        return "the ragged path runs no dropout, and the target is in train mode"
-    if any("forward" in vars(module) or hasattr(module, "_orig_mod") for module in (target, *target.modules())):
-        return "the ragged path runs modules of its own, and a `forward` of the target was replaced or compiled"
-    if not _prepares_inputs_as_usual(target):
-        return f"{type(target).__name__} has a `prepare_inputs_for_generation` of the caller's"
-    if not getattr(target, "_supports_attention_backend", False):
-        return f"{type(target).__name__} does not use transformers' attention interface"
-    return None
-
-
-def _prepares_inputs_as_usual(target: PreTrainedModel) -> bool:
-    method = type(target).prepare_inputs_for_generation
-    return "prepare_inputs_for_generation" not in vars(target) and method.__module__.startswith("transformers.")
 
 
 def _length_changes_rope(target: PreTrainedModel, prompt_length: int, max_length: int) -> bool:
@@ -149,8 +107,10 @@ def check_ranks(target: PreTrainedModel, draft: DSparkForCausalLM, generation_co
     Raises:
         ValueError: on every rank, with the fix.
     """
+    if not (generation_config.do_sample and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
     shards = [parameter for parameter in target.parameters() if hasattr(parameter, "device_mesh")]
-    if not (shards and generation_config.do_sample):
+    if not shards:
         return
     states = [_random_state(device) for device in (target.device, draft.device)]
     mine = torch.tensor([zlib.crc32(state.numpy().tobytes()) for state in states], device=target.device)

@@ -15,8 +15,8 @@ from transformers.utils import ModelOutput, logging
 from ..modeling_dspark import DSparkForCausalLM
 from ..readings import WINDOW, KnownText, Reading, clearly_better, drafts_kept, neighbours
 from ..target import TargetVocabulary, context_features
+from .pair import own_hooks
 from .record import SpeculationStats
-from .twin import own_hooks
 
 logger = logging.get_logger(__name__)
 

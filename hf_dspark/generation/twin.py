@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,31 +15,8 @@ from .._compat import CACHE_KEY
 from ..layers import is_plain
 from ..modeling_dspark import DSparkForCausalLM
 from .attention import attend_raggedly
+from .pair import CAPTURING
 from .ragged_cache import FlatTokens, RaggedCache
-
-CAPTURING = "transformers.utils.output_capturing"
-ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-
-
-def own_hooks(module: nn.Module) -> Iterator[tuple[dict, int]]:
-    """(table, key) of the hooks of `module` that transformers' output capturing did not set."""
-    for table in (module._forward_hooks, module._forward_pre_hooks):
-        for key, hook in table.items():
-            if getattr(hook, "__module__", "") != CAPTURING:
-                yield table, key
-
-
-def fingerprint(model: nn.Module) -> tuple:
-    """Changes whenever modules, tensors or hooks of `model` are exchanged; new values in the same tensors are fine."""
-    parts: list = []
-    for module in model.modules():
-        parts.append(id(module))
-        parts += [id(module.__dict__.get("forward"))] + [key for _, key in own_hooks(module)]
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            parts.append(None if tensor is None else (id(tensor), tensor.data_ptr(), tensor.dtype))
-        if "_active_adapter" in vars(module):  # PEFT switches its layers by plain attributes
-            parts.append(repr([vars(module).get(name) for name in ADAPTER_STATE]))
-    return tuple(parts)
 
 
 def _shared(model: nn.Module) -> dict[int, object]:

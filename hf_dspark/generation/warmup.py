@@ -9,10 +9,10 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.utils import logging
 
 from ..modeling_dspark import DSparkForCausalLM
-from .engine import FIRST_SLOTS, MAX_ROWS, Engine, engine_of
+from .engine import FIRST_SLOTS, MAX_ROWS, Engine
+from .engines import engine_of
 from .layout import bucket
 from .options import draft_options
-from .path import why_not_pair
 from .rounds import RoundOptions
 from .warpers import Warpers
 
@@ -71,14 +71,10 @@ def idle_engine(target: PreTrainedModel, draft: DSparkForCausalLM) -> Iterator[E
         ValueError: for a pair without a fast path.
     """
     draft.attach_target(target)
-    why_not = why_not_pair(target, draft)
-    if why_not is None:
-        try:
-            engine = engine_of(target, draft)
-        except NotImplementedError as error:
-            why_not = str(error)
-    if why_not is not None:
-        raise ValueError(f"This pair has no fast path: {why_not}.")
+    try:
+        engine = engine_of(target, draft)
+    except NotImplementedError as error:
+        raise ValueError(f"This pair has no fast path: {error}.") from error
     if engine.held_here:
         raise ValueError("A generate() call of this pair is at work in this very thread. Call this before or after it.")
     with engine.held(), torch.no_grad():

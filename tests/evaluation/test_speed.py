@@ -12,7 +12,7 @@ import tiny
 from hf_dspark.evaluation import ChatFormat, Prompt, speed
 from hf_dspark.evaluation.floor import FLOOR, byte_floor, copy_bandwidth
 from hf_dspark.evaluation.speed import COMPILED, STATIC, default_prompts, measure_speed
-from hf_dspark.generation.engine import engine_of
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.memory import cache_memory
 
 PROMPTS = [Prompt("some", i, (text,)) for i, text in enumerate(("abc", "de", "f"))]

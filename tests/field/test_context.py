@@ -11,7 +11,7 @@ import hf_dspark
 import oracle
 import tiny
 from hf_dspark._compat import CACHE_KEY
-from hf_dspark.generation.engine import engine_of
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.memory import cache_memory
 
 STATIC = {"cache_implementation": "static"}

@@ -14,7 +14,8 @@ import hf_dspark
 import tiny
 from hf_dspark.generation import device_round, engine
 from hf_dspark.generation.device_round import DeviceRounds
-from hf_dspark.generation.engine import Engine, FastPath, engine_of
+from hf_dspark.generation.engine import Engine, FastPath
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.graphs import TURN, Graphs, RecordingFailed, Turn
 from hf_dspark.generation.rounds import Rounds, Running
 from hf_dspark.scheduling.scheduler import PrefixScheduler

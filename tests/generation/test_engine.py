@@ -10,7 +10,8 @@ import checks
 import tiny
 from hf_dspark.generation import attention
 from hf_dspark.generation import engine as engine_module
-from hf_dspark.generation.engine import FastPath, engine_of, release
+from hf_dspark.generation.engine import FastPath
+from hf_dspark.generation.engines import engine_of, release
 from hf_dspark.generation.prompts import pack
 
 ROWS = [[3, 5], [9, 41, 7, 20], [12]]

@@ -20,7 +20,8 @@ import checks
 import hf_dspark
 import tiny
 from hf_dspark.generation import device_round, engine, fuse, graphs, ragged_cache, rounds, timing
-from hf_dspark.generation.engine import Engine, FastPath, engine_of
+from hf_dspark.generation.engine import Engine, FastPath
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.graphs import Graphs, RecordingFailed, Turn
 
 ROWS = [[5, 9, 11, 3, 8], [40, 7], [3, 30, 31, 17, 2, 12, 50]]

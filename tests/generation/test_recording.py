@@ -18,6 +18,7 @@ import hf_dspark
 import tiny
 from hf_dspark.generation import engine, rounds
 from hf_dspark.generation.engine import Engine, FastPath
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.generation.graphs import Graphs, RecordingFailed
 from hf_dspark.generation.layout import Lanes, share
 from hf_dspark.scheduling.scheduler import PrefixScheduler
@@ -335,7 +336,7 @@ def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
     failed = []
 
     def run(self, key, function, static=True):
-        compiles = static is not None and engine.engine_of(target, draft)._compiled is not None
+        compiles = static is not None and engine_of(target, draft)._compiled is not None
         if self.enabled and compiles:
             failed.append(key)
             raise RecordingFailed("recompile limit")

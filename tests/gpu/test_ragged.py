@@ -188,6 +188,19 @@ def test_threads_on_streams_of_their_own():
     assert all(torch.equal(found[key], expected[key]) for key in found)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_pair_on_another_device_than_the_current_one():
+    target, draft = (model.to("cuda:1") for model in pair("qwen3", "scripted"))
+    ids, mask = (tensor.to("cuda:1") for tensor in padded_batch(random.Random(2), 3))
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, **options)
+    for fast_path in FAST_PATHS.values():
+        draft.fast_path = fast_path
+        output = target.generate(ids, assistant_model=draft, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, plain) and output.speculation.path == "ragged"
+    assert torch.cuda.current_device() == 0
+
+
 def test_processors_between_the_graphs():
     target, draft = pair("qwen3", "scripted")
     ids, mask = padded_batch(random.Random(1), 3)

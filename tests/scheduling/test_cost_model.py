@@ -11,7 +11,8 @@ import pytest
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation.engine import Engine, engine_of
+from hf_dspark.generation.engine import Engine
+from hf_dspark.generation.engines import engine_of
 from hf_dspark.scheduling.cost_model import CostModel
 from hf_dspark.scheduling.scheduler import PrefixScheduler
 
