@@ -99,7 +99,7 @@ class DeviceRounds:
         self._untold: DeviceRound | None = None  # of which the scheduler does not know yet
         self._lanes: list[Row] = []  # the rows that the device has in the round that is read next, in order
         self._answered: float | None = None  # when the last round was there
-        self._seconds = math.inf  # that it took
+        self._shortest = math.inf  # seconds of a round
         self._waited = 0.0  # seconds that the device waited for the host
         self._host_seconds: list[float] = []  # before each round in which all rows ran
 
@@ -165,7 +165,7 @@ class DeviceRounds:
         if not any(room is None or room > self._kind.count + 1 for room in rooms):
             return None
         # A lone row may lose a round for nothing, so the device has waited as long for the host before.
-        if len(running) == 1 and self._waited < self._seconds:
+        if len(running) == 1 and self._waited < self._shortest:
             return None
         # `current` makes rows longer than is known here, and rows that have ended go on for one more.
         if not self._loop.has_room(max(row.length for row in self._lanes) + 2 * (self._rounds.gamma + 1)):
@@ -188,7 +188,7 @@ class DeviceRounds:
         """Add to the texts what a round has brought; `lines` as of `Rounds.run`."""
         answered = time.perf_counter()
         milliseconds = 1000 * (answered - max(started, self._answered or 0.0))
-        self._answered, self._seconds = answered, milliseconds / 1000
+        self._answered, self._shortest = answered, min(self._shortest, milliseconds / 1000)
         gamma, lanes = self._rounds.gamma, self._lanes
         places = [i for i, row in enumerate(lanes) if not row.transcript.stopped]
         listed = lines[: len(lanes), : gamma + 3].tolist()

@@ -42,8 +42,8 @@ class FastPath:
         fuse_projections: compute query, key and value (and gate and up) projections of the target as one product. Their
             weights become views of one matrix; values and state dict stay as they are, `release` undoes it.
         ahead: start a recorded round before the last one is read, so that the device does not wait for the host.
-            Greedy texts are the same; samples of a batch are other draws of the same distribution, since rows change
-            lanes.
+            Greedy texts are the same. Samples of a batch under one seed may be other draws of the same distribution
+            from call to call: a row that ends moves the others to other random numbers, sooner or later.
     """
 
     capture: bool = True
@@ -137,15 +137,16 @@ class Engine:
 
     def close(self) -> None:
         """Give graphs and buffers back; a call at work records its rounds anew."""
-        with TURN:
+        with current(self.proposer.draft.device), TURN:
             self._finish()
             self._graphs = Graphs(self._idle, self._recording)
             self._rounds, self._prompts = {}, {}
 
     def _finish(self) -> None:
-        """Wait for the device."""
+        """Wait for what is at work on the current device."""
         if self.proposer.draft.device.type == "cuda":
-            torch.cuda.synchronize(self.proposer.draft.device)
+            with TURN:  # of other streams too, but not while one is recorded
+                torch.cuda.current_stream().synchronize()
 
     def unfuse(self) -> None:
         """Make the weights of target and draft their own again; engines that still use them are built anew."""

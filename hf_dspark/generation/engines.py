@@ -44,12 +44,14 @@ class Engines:
             if engine is not None and engine.fits(target, draft, options):
                 return engine
             if engine is not None:
-                self.of_target.pop(id(target)).close()
+                engine.close()  # it stays until there is another, for `release` to undo what it fused
             if why_not := why_not_pair(target, draft):
                 raise NotImplementedError(why_not)
+            is_first = engine is None
             with current(draft.device):
                 engine = self.of_target[id(target)] = Engine(target, draft, options)
-            weakref.finalize(target, Engines._forget, weakref.ref(self), id(target))
+            if is_first:
+                weakref.finalize(target, Engines._forget, weakref.ref(self), id(target))
             return engine
 
     @staticmethod

@@ -16,41 +16,53 @@ class Turn:
     """Who may start device work: a lock, to be entered again by its holder.
 
     It is given back while that work runs. On the same stream the next holder's work comes behind it anyway; on another
-    stream it waits for it.
+    stream of the device it waits for it there.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
-        self._thread: int | None = None  # that had the last turn
-        self._left: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        # By device: the thread that had the last turn, and what it has left at work.
+        self._threads: dict[int, int] = {}
+        self._left: dict[int, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     @property
     def is_ours(self) -> bool:
-        """Whether the last turn was one of this thread."""
-        return self._thread == threading.get_ident()
+        """Whether the last turn on the current device was one of this thread."""
+        return self._threads.get(_current_device()) == threading.get_ident()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._depth += 1
-        self._thread = threading.get_ident()
-        if self._depth == 1 and self._left is not None:
-            (stream, event), own = self._left, torch.cuda.current_stream()
-            if own != stream:
-                own.wait_event(event)
-
-    def __exit__(self, *error: object) -> None:
         try:
-            if self._depth == 1 and torch.cuda.is_initialized():
+            if self._depth == 0 and (left := self._left.get(_current_device())) is not None:
+                (stream, event), own = left, torch.cuda.current_stream()
+                if own != stream:
+                    own.wait_event(event)
+            self._threads[_current_device()] = threading.get_ident()
+            self._depth += 1
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        self._depth -= 1
+        try:
+            if self._depth == 0 and torch.cuda.is_initialized():
                 stream = torch.cuda.current_stream()
-                self._left = stream, stream.record_event()
+                self._left[_current_device()] = stream, stream.record_event()
+        except RuntimeError:
+            if error is None:  # else that one says more
+                raise
         finally:
-            self._depth -= 1
             self._lock.release()
 
 
+def _current_device() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+
 # Kernels that meet in a counter of their device, and recordings, must not overlap, on whatever streams threads work.
-# Held while work is started, never while code of a caller runs.
+# Held while work is started, measured or waited for, never while code of a caller runs.
 TURN = Turn()
 
 
@@ -97,19 +109,16 @@ class Graphs:
             RecordingFailed: on the first use of a key.
         """
         with TURN:
-            return self._run(key, function, static)
-
-    def _run(self, key: Hashable, function: Callable[[], Any], static: bool | None) -> Any:
-        if not self.enabled:
-            return function()
-        if key not in self._recorded:
-            try:
-                self._recorded[key] = self._record(function, static)
-            except Exception as error:
-                raise RecordingFailed(first_line(error)) from error
-        graph, outputs = self._recorded[key]
-        graph.replay()
-        return outputs
+            if not self.enabled:
+                return function()
+            if key not in self._recorded:
+                try:
+                    self._recorded[key] = self._record(function, static)
+                except Exception as error:
+                    raise RecordingFailed(first_line(error)) from error
+            graph, outputs = self._recorded[key]
+            graph.replay()
+            return outputs
 
     def _record(self, function: Callable[[], Any], static: bool | None) -> tuple[torch.cuda.CUDAGraph, Any]:
         with torch.profiler.record_function("warmup"), self._idle(), self._prepared(static):

@@ -174,7 +174,8 @@ class RaggedLoop:
     def _prefill(self) -> None:
         rows, rounds = self.rows, self.rounds
         if self.policy.scheduler == AUTO:
-            costs = self.engine.cost_model(rounds.num_rows, max(row.length for row in rows))
+            longest = max(row.length for row in rows)
+            costs = self.recorded(lambda: self.engine.cost_model(rounds.num_rows, longest))
             self.policy.scheduler = PrefixScheduler(costs, lagged=True, min_gain=0.01)
         new = min(self.config.max_length - rows[0].transcript.prompt_length, 512)
         keeps = getattr(self.config, KEEPS_ROWS, False)

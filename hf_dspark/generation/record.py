@@ -30,7 +30,8 @@ class Round:
         verified: ℓ, drafts that the target scored.
         accepted: drafts that were committed and returned.
         next_token: the target's own token (correction or bonus); `None` when a draft token ended the row.
-        milliseconds: duration of the whole step, shared by the rows of a batch.
+        milliseconds: duration of the whole step, shared by the rows of a batch; where rounds run ahead of the host, the
+            time since it read the last one.
         q, p: with `record(probabilities=True)`, else `None`. `q` has q_k(x_k) of all γ drafts, the draft's probability;
             `p` has p_k(x_k), the target's, for the drafts it decided on (the accepted ones and the first rejected) and
             then that of `next_token`, if there is one. Both after temperature and logits processors, as in the

@@ -31,14 +31,14 @@ class EngineTimer:
     """
 
     def __init__(self, engine: "Engine", num_rows: int, context_length: int):
-        self._engine, self._num_rows, self._length = engine, num_rows, context_length
+        self._num_rows, self._length = num_rows, context_length
         self._rounds = engine.rounds(bucket(num_rows))
         gamma, width = self._rounds.gamma, self._rounds.num_rows
         self._options = RoundOptions(gamma, truncates=False, samples=False, one_hot=False)
         # Recorded runs follow each other at once, so that the host's part of them hides behind the device's.
         self._together = 1 if engine.uncaptured else TOGETHER
-        most = (self._together + 1) * (gamma + 1)  # tokens that they add
-        engine.reserve(width, context_length + most + self._rounds.block_size + 2, keep=False)
+        longest = context_length + self._together * (gamma + 1)
+        engine.reserve(width, longest + self._rounds.block_size + 2, keep=False)
         engine.prefill([[0]] * width, width)
         self._graphs = engine.graphs(self._rounds)
         self._seen: set[tuple[str, int]] = set()
@@ -72,16 +72,16 @@ class EngineTimer:
                 start()
                 self._seen.add(key)
                 self._rounds.lengths.clamp_(max=self._length)
-            self._finish()
+            self._wait()
             started = time.perf_counter()
             for _ in range(self._together):
                 start()
-            self._finish()
+            self._wait()
             return 1000 * (time.perf_counter() - started) / self._together
 
-    def _finish(self) -> None:
-        if (device := self._rounds.lengths.device).type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+    def _wait(self) -> None:
+        if self._rounds.lengths.is_cuda:
+            torch.cuda.current_stream().synchronize()
 
 
 def time_host(engine: "Engine", target: "PreTrainedModel", draft: "DSparkForCausalLM", num_rows: int) -> float | None:

@@ -12,7 +12,7 @@ from transformers import TextStreamer
 import checks
 import hf_dspark
 import tiny
-from hf_dspark.generation import device_round, engine
+from hf_dspark.generation import device_round, engine, graphs
 from hf_dspark.generation.device_round import DeviceRounds
 from hf_dspark.generation.engine import Engine, FastPath
 from hf_dspark.generation.engines import engine_of
@@ -31,7 +31,8 @@ class Overwriting(Graphs):
         self.kept: dict = {}
 
     def run(self, key, function, static=True):
-        outputs = function()
+        with TURN:
+            outputs = function()
         if key[0] != "round":
             return outputs
         kept = self.kept.setdefault(key, torch.empty_like(outputs))
@@ -333,6 +334,36 @@ def test_turn_knows_who_had_it():
     with pytest.raises(ZeroDivisionError), turn:
         raise ZeroDivisionError
     assert turn.is_ours and turn._depth == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_turn_that_was_not_taken_is_free(error, monkeypatch):
+    def fails():
+        raise error
+
+    turn, entered = Turn(), threading.Event()
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(graphs, "_current_device", fails)
+        with turn:
+            pass
+    thread = threading.Thread(target=lambda: turn.__enter__() or entered.set(), daemon=True)
+    thread.start()
+    assert entered.wait(5)
+
+
+def test_an_error_at_the_end_of_a_turn_does_not_hide_the_one_inside(monkeypatch):
+    def fails():
+        raise RuntimeError("no stream")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", fails)
+    monkeypatch.setattr(graphs, "_current_device", lambda: 0)
+    turn = Turn()
+    for inside, seen in ((RecordingFailed("no more"), "no more"), (None, "no stream")):
+        with pytest.raises(RuntimeError, match=seen), turn:
+            if inside is not None:
+                raise inside
+        assert turn._depth == 0
 
 
 def test_a_recording_that_fails_while_a_round_is_at_work(log, monkeypatch):

@@ -1,6 +1,7 @@
 """What the engine keeps of a pair: built once, grown when needed, rebuilt for changed models, given back."""
 
 import copy
+import functools
 import random
 
 import pytest
@@ -85,6 +86,28 @@ def test_the_target_is_left_alone():
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
     assert target.config._attn_implementation != attention.NAME
     assert not any(hasattr(module, "ragged_cache") for module in target.modules())
+
+
+def test_a_call_that_the_ragged_path_refuses_leaves_the_fused_weights_to_release():
+    target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
+    draft = tiny.random_draft(target, taps=(-1, 0))
+    attention, mlp = target.model.layers[0].self_attn, target.model.layers[0].mlp
+
+    def fused() -> bool:
+        return attention.q_proj.weight.untyped_storage() == attention.k_proj.weight.untyped_storage()
+
+    def call() -> str:
+        rows = checks.batch(ROWS)
+        options = {"attention_mask": rows["attention_mask"], "max_new_tokens": 6, "pad_token_id": 0}
+        return checks.generate(target, draft, rows["input_ids"], **options)[1].path
+
+    assert call() == "ragged" and fused()
+    mlp.forward = functools.partial(type(mlp).forward, mlp)
+    assert call() == "target_only"
+    del mlp.forward
+    release(target)
+    assert not fused()
+    assert call() == "ragged" and fused()
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])

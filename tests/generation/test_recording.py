@@ -352,6 +352,28 @@ def test_a_layer_that_cannot_be_compiled_is_recorded_uncompiled(monkeypatch):
     assert len(failed) == 1 and stats.captured and "layers run uncompiled (recompile limit)" in stats.reason
 
 
+def test_a_cost_that_cannot_be_recorded(monkeypatch):
+    """What fails while "auto" measures gives way as it does in rounds."""
+    target = copy.deepcopy(tiny.random_target("qwen3", layers=2))
+    draft = tiny.random_draft(target, taps=(-1, 0), confidence="markov")
+    draft.scheduler, run_, failed = "auto", Rehearsal.run, []
+
+    def run_later(self, key, function, static=True):
+        if key[0] == "propose" and not failed:
+            failed.append(key)
+            raise RecordingFailed("no memory")
+        return run_(self, key, function, static)
+
+    monkeypatch.setattr(Rehearsal, "run", run_later)
+    plain = target.generate(**checks.batch(ROWS), max_new_tokens=16, do_sample=False, pad_token_id=0)
+    with hf_dspark.record() as stats:
+        text = target.generate(
+            **checks.batch(ROWS), assistant_model=draft, max_new_tokens=16, do_sample=False, pad_token_id=0
+        )
+    assert torch.equal(text, plain)
+    assert len(failed) == 1 and stats.captured and "layers run uncompiled (no memory)" in stats.reason
+
+
 def test_an_error_without_words_is_a_failed_recording():
     def wordless():
         raise AssertionError
