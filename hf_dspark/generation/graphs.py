@@ -126,9 +126,10 @@ class Graphs:
                 function()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            side = _recording_stream(stream.device)
             try:
                 # Other threads may allocate meanwhile.
-                with torch.cuda.graph(graph, self._pool, _recording_stream(stream.device), "thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                     outputs = function()
             except BaseException:
                 torch.cuda.set_stream(stream)  # a capture that broke off leaves its own
