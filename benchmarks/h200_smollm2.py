@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from cpu_smollm2 import SETS, read_prompts
 from h200 import environment, synchronize
+from scheduler_h200 import chat_batch
 from transformers import TextStreamer
 
 import hf_dspark
@@ -47,11 +48,7 @@ def measure(target, draft, tokenizer, prompts: list[str], repeats: int) -> dict:
     times: dict[str, list[float]] = {name: [] for name in methods(draft)}
     same, taus = [], []
     for i, prompt in enumerate(prompts):
-        messages = [{"role": "user", "content": prompt}]
-        chat = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        inputs = chat.to(target.device)
+        inputs = chat_batch(tokenizer, [prompt], target.device)
         texts: dict[str, list[int]] = {}
         for repeat in range(repeats):
             for name, (options, slow) in methods(draft).items():
@@ -84,9 +81,7 @@ def measure_ahead(target, draft, tokenizer, prompts: list[str], repeats: int) ->
         draft.fast_path = hf_dspark.FastPath(ahead=kind == "ahead")
         for repeat in range(repeats + 1):
             for prompt in prompts:
-                messages = [{"role": "user", "content": prompt}]
-                options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-                inputs = tokenizer.apply_chat_template(messages, **options).to(target.device)
+                inputs = chat_batch(tokenizer, [prompt], target.device)
                 for name, found in speeds.items():
                     streamer = None if name == "no streamer" else Printer(tokenizer, skip_prompt=True)
                     given = {"assistant_model": draft, "cache_implementation": "static", "streamer": streamer}

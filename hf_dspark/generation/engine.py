@@ -15,7 +15,7 @@ from ..proposal import Proposer
 from ..scheduling.cost_model import CostModel
 from ..target import share_vocabulary
 from . import fuse
-from .graphs import TURN, Graphs, RecordingFailed, current
+from .graphs import TURN, Graphs, RecordingFailed, current, finish
 from .pair import fingerprint, own_hooks
 from .prompts import Prompts, pack
 from .ragged_cache import FlatTokens, RaggedCache, RaggedContext
@@ -133,20 +133,14 @@ class Engine:
                 yield
             finally:
                 self._holder = None
-                self._finish()  # what a call that was broken off has left
+                finish(self.proposer.draft.device)  # what a call that was broken off has left
 
     def close(self) -> None:
         """Give graphs and buffers back; a call at work records its rounds anew."""
         with current(self.proposer.draft.device), TURN:
-            self._finish()
+            finish(self.proposer.draft.device)
             self._graphs = Graphs(self._idle, self._recording)
             self._rounds, self._prompts = {}, {}
-
-    def _finish(self) -> None:
-        """Wait for what is at work on the current device."""
-        if self.proposer.draft.device.type == "cuda":
-            with TURN:  # of other streams too, but not while one is recorded
-                torch.cuda.current_stream().synchronize()
 
     def unfuse(self) -> None:
         """Make the weights of target and draft their own again; engines that still use them are built anew."""

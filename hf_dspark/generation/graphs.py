@@ -71,6 +71,13 @@ def current(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def finish(device: torch.device) -> None:
+    """Wait for what turns have left at work on `device`, the current one, but not while another thread records."""
+    if device.type == "cuda":
+        with TURN:
+            torch.cuda.current_stream().synchronize()
+
+
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """For all recordings of a device; torch's own stream belongs to the first device that recorded."""

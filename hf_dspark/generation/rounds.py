@@ -195,7 +195,7 @@ class Rounds:
     # ---- the same in two parts, for lengths that a scheduler chooses in between
 
     def propose(self, graphs: Graphs, width: int, options: RoundOptions) -> Running | None:
-        """Draft a block in every lane. Returns c_k [width, γ], or `None` without confidence head."""
+        """Draft a block in every lane. c_k [width, γ] are on their way then; `None` without confidence head."""
 
         def function() -> tuple[Proposed, torch.Tensor, torch.Tensor | None]:
             proposed = self._propose(width, options, graphs.enabled)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import GenerationConfig
 
-from .graphs import TURN
+from .graphs import TURN, finish
 from .layout import bucket
 from .record import unrecorded
 from .rounds import RoundOptions, Running
@@ -67,21 +67,18 @@ class EngineTimer:
         return self._graphs.width(num_rows)
 
     def _time(self, key: tuple[str, int], start: Callable[[], Running | None]) -> float:
+        device = self._rounds.lengths.device
         with TURN:
             if key not in self._seen:
                 start()
                 self._seen.add(key)
                 self._rounds.lengths.clamp_(max=self._length)
-            self._wait()
+            finish(device)
             started = time.perf_counter()
             for _ in range(self._together):
                 start()
-            self._wait()
+            finish(device)
             return 1000 * (time.perf_counter() - started) / self._together
-
-    def _wait(self) -> None:
-        if self._rounds.lengths.is_cuda:
-            torch.cuda.current_stream().synchronize()
 
 
 def time_host(engine: "Engine", target: "PreTrainedModel", draft: "DSparkForCausalLM", num_rows: int) -> float | None:
